@@ -1,0 +1,1 @@
+//! The C ABI of libep: thin entries over `ep_core`.
