@@ -108,12 +108,6 @@ impl Conn {
         self.close(expires);
     }
 
-    /// Gives the connection up without a word; the root removes it when it next looks at the time.
-    pub(super) fn abandon(&mut self, now: Instant) {
-        self.output.clear();
-        self.close(now);
-    }
-
     fn close(&mut self, expires: Instant) {
         self.state = State::Closing;
         self.input = Vec::new();

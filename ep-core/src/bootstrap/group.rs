@@ -18,6 +18,8 @@ pub(super) enum Step {
     Fail(String),
     /// Send this sentence to the rank that caused the event, and to no other.
     Refuse(String),
+    /// As `Refuse`, but the rank may have come for the next group of its id, too early.
+    TurnAway(String),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,12 +71,13 @@ impl Group {
         match &self.phase {
             Phase::Failed(text) => {
                 let text = text.clone();
+                let has_come = self.members.get(rank).is_some_and(|member| *member != Presence::Absent);
                 self.mark_here(rank);
-                return Step::Refuse(text);
+                return if has_come { Step::TurnAway(text) } else { Step::Refuse(text) };
             }
             Phase::Running => {
                 let all = self.members.len();
-                return Step::Refuse(format!(
+                return Step::TurnAway(format!(
                     "rank {rank} cannot join: all {all} ranks of the group have met already (root {})",
                     self.root
                 ));
@@ -231,10 +234,6 @@ impl Group {
         !self.members.contains(&Presence::Absent)
     }
 
-    pub(super) fn has_come(&self, rank: usize) -> bool {
-        self.members.get(rank).is_some_and(|member| *member != Presence::Absent)
-    }
-
     /// All ranks joined and all have left.
     pub(super) fn is_over(&self) -> bool {
         self.is_running() && self.members.iter().all(|member| *member == Presence::Gone)
@@ -310,7 +309,7 @@ mod tests {
 
     fn text(step: Step) -> String {
         match step {
-            Step::Fail(text) | Step::Refuse(text) => text,
+            Step::Fail(text) | Step::Refuse(text) | Step::TurnAway(text) => text,
             other => panic!("{other:?} is no failure"),
         }
     }

@@ -39,7 +39,6 @@ pub(super) trait Source {
 pub(super) enum Found {
     Id(UniqueId),
     /// Nothing yet, and why.
-    #[expect(dead_code, reason = "the file rendezvous, which follows, finds nothing at first")]
     Nothing(String),
 }
 
@@ -206,9 +205,11 @@ fn await_welcome(
     watch(&stream, id, address, source, give_up)?;
     let error = match read_frame(&stream, give_up) {
         Ok((Frame { kind: Kind::Welcome, .. }, _)) => return Ok(stream),
-        Ok((Frame { kind: Kind::Failure, .. }, text)) => {
+        Ok((Frame { kind: Kind::Failure, round, .. }, text)) => {
             let error = failure(String::from_utf8_lossy(&text));
-            return Err(if is_replaced(id, source)? {
+            let has_successor = source.may_change() || id.hosting()? != Hosting::Creator;
+            let is_early = round == wire::TURNED_AWAY && has_successor;
+            return Err(if is_early || is_replaced(id, source)? {
                 Outcome::Retry(error.message)
             } else {
                 Outcome::Fatal(error)

@@ -3,6 +3,7 @@
 //! | type | ranks are | meet through |
 //! |---|---|---|
 //! | [`TcpBootstrap`] | processes anywhere | a [`UniqueId`] that every rank has |
+//! | [`FileBootstrap`] | processes that share a directory | a path |
 //! | [`LocalBootstrap`] | threads of one process | memory |
 //! | [`CallbackBootstrap`] | whatever the caller has | the caller's own all-gather |
 //!
@@ -16,6 +17,7 @@ use crate::error::{Error, Result, Status};
 mod auth;
 mod callback;
 mod conn;
+mod file;
 mod group;
 mod join;
 mod local;
@@ -25,6 +27,7 @@ mod unique_id;
 mod wire;
 
 pub use callback::{AllGatherFn, CallbackBootstrap};
+pub use file::FileBootstrap;
 pub use local::LocalBootstrap;
 pub use tcp::TcpBootstrap;
 pub use unique_id::UniqueId;

@@ -241,20 +241,7 @@ impl Root {
     fn react(&mut self, event: Event, index: usize) {
         let now = Instant::now();
         let step = match event {
-            Event::Join(join) => {
-                // A rank that was told already comes for the next group at this port: it is turned
-                // away without a word, and tries again until that group's root listens.
-                let is_next = self.options.is_hosted
-                    && self.group.has_failed()
-                    && self.group.has_come(join.rank as usize);
-                if is_next {
-                    if let Some(conn) = self.conns.get_mut(index) {
-                        conn.abandon(now);
-                    }
-                    return;
-                }
-                self.group.join(&join, now)
-            }
+            Event::Join(join) => self.group.join(&join, now),
             Event::Gather { rank, round, remaining, blob } => {
                 self.group.gather(rank, round, blob, remaining, now)
             }
@@ -275,14 +262,10 @@ impl Root {
                 self.broadcast(Frame::with_payload(Kind::Welcome, 0, &[]), now);
             }
             Step::Deliver(frame) => self.broadcast(frame, now),
-            Step::Refuse(text) => {
-                let frame = failure_frame(&text);
-                if let Some(conn) = index.and_then(|index| self.conns.get_mut(index)) {
-                    conn.finish(&frame, later(now, FLUSH));
-                }
-            }
+            Step::Refuse(text) => self.refuse(&failure_frame(0, &text), index, now),
+            Step::TurnAway(text) => self.refuse(&failure_frame(wire::TURNED_AWAY, &text), index, now),
             Step::Fail(text) => {
-                let frame = failure_frame(&text);
+                let frame = failure_frame(0, &text);
                 let flushed = later(now, FLUSH);
                 let until = match self.group.deadline() {
                     _ if self.group.all_came() => flushed,
@@ -296,6 +279,12 @@ impl Root {
                     conn.finish(&frame, flushed);
                 }
             }
+        }
+    }
+
+    fn refuse(&mut self, frame: &Arc<Vec<u8>>, index: Option<usize>, now: Instant) {
+        if let Some(conn) = index.and_then(|index| self.conns.get_mut(index)) {
+            conn.finish(frame, later(now, FLUSH));
         }
     }
 
@@ -355,8 +344,8 @@ impl Root {
     }
 }
 
-fn failure_frame(text: &str) -> Arc<Vec<u8>> {
+fn failure_frame(reason: u64, text: &str) -> Arc<Vec<u8>> {
     let bytes = text.as_bytes();
     let bytes = bytes.get(..wire::MAX_TEXT_BYTES).unwrap_or(bytes);
-    Arc::new(Frame::with_payload(Kind::Failure, 0, bytes))
+    Arc::new(Frame::with_payload(Kind::Failure, reason, bytes))
 }

@@ -72,11 +72,11 @@ impl UniqueId {
     /// [`crate::Status::Bootstrap`] when it cannot be listened at, and [`crate::Status::System`] when
     /// the system has no random bytes or threads left.
     pub fn create() -> Result<UniqueId> {
-        UniqueId::create_with_handle().map(|(id, _)| id)
+        UniqueId::create_with(RootOptions::default())
     }
 
-    /// As [`UniqueId::create`], with the means to stop the root.
-    pub(super) fn create_with_handle() -> Result<(UniqueId, RootHandle)> {
+    /// As [`UniqueId::create`], with a root that behaves as `options` say.
+    pub(super) fn create_with(options: RootOptions) -> Result<UniqueId> {
         let address = match env::var(ADDRESS_VARIABLE) {
             Ok(text) if !text.trim().is_empty() => {
                 resolve(text.trim(), Some(0)).map_err(|error| in_variable(&error))?.address
@@ -84,7 +84,7 @@ impl UniqueId {
             Ok(_) | Err(env::VarError::NotPresent) => SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             Err(error) => return Err(in_variable(&Error::invalid(error.to_string()))),
         };
-        UniqueId::create_at(address, RootOptions::default())
+        UniqueId::create_at(address, options).map(|(id, _)| id)
     }
 
     /// Makes an id whose root listens at `address`.

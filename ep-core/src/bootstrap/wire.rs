@@ -42,6 +42,10 @@ pub(super) const MAX_TEXT_BYTES: usize = 4096;
 pub(super) const VERDICT_WELCOME: u32 = 0;
 pub(super) const VERDICT_SECRET: u32 = 1;
 
+/// Marks a Failure that is for a rank which came twice: where another group may follow at the same
+/// address, the rank may be early for that one, and tries again.
+pub(super) const TURNED_AWAY: u64 = 1;
+
 /// Copies `N` bytes at `at`; zeros where `bytes` is too short, which the callers rule out.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut value = [0; N];
@@ -130,6 +134,7 @@ pub(super) enum Kind {
 pub(super) struct Frame {
     pub(super) kind: Kind,
     pub(super) bytes: u64,
+    /// Of a Failure: 0 or [`TURNED_AWAY`].
     pub(super) round: u64,
     /// Of a Gather: how long the rank waits.
     pub(super) remaining: Duration,
