@@ -33,6 +33,10 @@ pub use tcp::TcpBootstrap;
 pub use unique_id::UniqueId;
 
 #[cfg(test)]
+mod hostile_tests;
+#[cfg(test)]
+mod leak_tests;
+#[cfg(test)]
 mod tcp_tests;
 
 /// The most bytes one rank may give to one all-gather: 64 MiB.
