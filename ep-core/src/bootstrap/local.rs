@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::{Bootstrap, MAX_BLOB_BYTES, failure, name_ranks, seconds, too_long};
+use super::{Bootstrap, MAX_BLOB_BYTES, MAX_RANKS, failure, name_ranks, seconds, too_long};
 use crate::error::{Error, Result};
 
 /// One rank of a group whose ranks are threads of this process; see [`LocalBootstrap::group`].
@@ -38,8 +38,12 @@ struct State {
 }
 
 impl LocalBootstrap {
-    /// Makes the members of a group of `num_ranks` threads, indexed by rank.
+    /// Makes the members of a group of `num_ranks` threads, indexed by rank. There are none where
+    /// `num_ranks` is 0 or above [`super::MAX_RANKS`].
     pub fn group(num_ranks: usize) -> Vec<LocalBootstrap> {
+        if num_ranks > MAX_RANKS {
+            return Vec::new();
+        }
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 round: 0,
@@ -192,6 +196,12 @@ mod tests {
                 }
             });
         }
+    }
+
+    #[test]
+    fn impossible_sizes_make_no_members() {
+        assert!(LocalBootstrap::group(0).is_empty());
+        assert!(LocalBootstrap::group(usize::MAX).is_empty());
     }
 
     #[test]

@@ -37,6 +37,8 @@ mod hostile_tests;
 #[cfg(test)]
 mod leak_tests;
 #[cfg(test)]
+mod process_tests;
+#[cfg(test)]
 mod tcp_tests;
 
 /// The most bytes one rank may give to one all-gather: 64 MiB.
