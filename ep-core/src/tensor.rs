@@ -154,7 +154,7 @@ impl RawTensor {
         if !(1..=MAX_STRIDE).contains(&row_stride) {
             return bad(format!("row_stride is {}, expected 0 to {MAX_STRIDE}", self.row_stride));
         }
-        let rows_apart = row_stride >= (self.cols - 1) * col_stride + 1;
+        let rows_apart = row_stride > (self.cols - 1) * col_stride;
         let cols_apart = self.rows == 0 || col_stride > (self.rows - 1).saturating_mul(row_stride);
         if !rows_apart && !cols_apart && self.rows > 1 {
             return bad(format!(
@@ -172,7 +172,7 @@ impl RawTensor {
         if self.rows > 0 && self.data.is_null() {
             return bad(format!("data is NULL, expected the address of {} rows", self.rows));
         }
-        if self.data.addr() % dtype.alignment() != 0 {
+        if !self.data.addr().is_multiple_of(dtype.alignment()) {
             return bad(format!(
                 "data {:p} is not aligned to {} bytes, as {} needs",
                 self.data,

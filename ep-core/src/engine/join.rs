@@ -1,0 +1,262 @@
+//! Making a group: the ranks compare their configs, map each other's segments and learn who shares a node.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::group::ALIVE;
+use super::link::{Link, Listener};
+use crate::bootstrap::Bootstrap;
+use crate::config::{DEFAULT_TIMEOUT, GroupConfig, MAX_LANES, MAX_RANKS};
+use crate::error::{Error, Result, Status};
+use crate::layout::{self, SegmentLayout};
+use crate::mem::{Mapping, SegmentId, Words, find, publish};
+use crate::wire::WIRE_VERSION;
+
+/// What a rank has once it is a member.
+pub(super) struct Joined {
+    pub(super) config: GroupConfig,
+    pub(super) segments: Vec<Words>,
+    pub(super) links: Vec<Option<Link>>,
+    pub(super) node_of: Vec<usize>,
+    /// Ranks that share this machine's cores.
+    pub(super) ranks_here: usize,
+}
+
+/// The first thing that ranks tell each other.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Hello {
+    wire_version: u32,
+    config: HelloConfig,
+    node_id: u32,
+    segment: SegmentId,
+    /// Secret of the socket from which the segment's descriptor comes.
+    socket: SegmentId,
+}
+
+/// The part of the config on which all ranks must agree.
+#[derive(Clone, Copy, Pod, Zeroable, PartialEq)]
+#[repr(C)]
+struct HelloConfig {
+    backend: i32,
+    num_lanes: u32,
+    timeout_ms: u32,
+    max_local_experts: u32,
+    ring_bytes: u32,
+}
+
+/// What a rank says when it has mapped its peers, or why it could not.
+const READY: &[u8] = b"";
+
+/// Joins the group. Collective.
+pub(super) fn join(config: &GroupConfig, bootstrap: &mut dyn Bootstrap, deadline: Instant) -> Result<Joined> {
+    let (rank, num_ranks) = (bootstrap.rank(), bootstrap.num_ranks());
+    if num_ranks == 0 || num_ranks > MAX_RANKS || rank >= num_ranks {
+        return Err(Error::invalid(format!(
+            "rank {rank} of {num_ranks}: expected 1 to {MAX_RANKS} ranks and a rank below their number"
+        )));
+    }
+    let config = with_defaults(config, num_ranks)?;
+    let layout = SegmentLayout::new(&config, num_ranks);
+    let mut mapping = Mapping::create(layout.bytes())?;
+    let fd = mapping.fd().map(|fd| fd.try_clone_to_owned()).transpose();
+    let fd = fd.map_err(|e| Error::system("dup", e))?;
+    mapping.seal();
+    let own = Arc::new(mapping);
+    let segment = publish(&own)?;
+    let mut socket = SegmentId::default();
+    getrandom::fill(&mut socket).map_err(|e| Error::system("getrandom", e))?;
+    let listener = Listener::new(socket)?;
+    let words = Words::new(own);
+    // Release: pairs with the acquire in `Group::has_left`.
+    words.u32(layout::ALIVE).store(ALIVE, Ordering::Release);
+
+    let hello = Hello {
+        wire_version: WIRE_VERSION,
+        config: agreed(&config),
+        node_id: config.node_id,
+        segment,
+        socket,
+    };
+    let hellos = exchange(bootstrap, &hello, deadline)?;
+    compare(&hellos)?;
+
+    let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline);
+    let answer = mapped.as_ref().err().map_or(READY.to_vec(), |error| error.message.clone().into_bytes());
+    let answers = bootstrap.all_gather(&answer, deadline)?;
+    let (segments, links) = mapped?;
+    if let Some(refused) = answers.iter().position(|answer| answer != READY) {
+        let text = String::from_utf8_lossy(&answers[refused]).into_owned();
+        return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));
+    }
+    let node_of = number_nodes(&hellos);
+    Ok(Joined { config, segments, links, node_of, ranks_here: num_ranks })
+}
+
+fn with_defaults(config: &GroupConfig, num_ranks: usize) -> Result<GroupConfig> {
+    let mut config = *config;
+    let or = |value: u32, default: u32| if value == 0 { default } else { value };
+    config.num_lanes = or(config.num_lanes, 2);
+    config.timeout_ms = or(config.timeout_ms, DEFAULT_TIMEOUT.as_millis() as u32);
+    config.max_local_experts = or(config.max_local_experts, 256);
+    if config.num_lanes as usize > MAX_LANES {
+        return Err(Error::invalid(format!(
+            "num_lanes is {}, expected at most {MAX_LANES}; 0 means 2",
+            config.num_lanes
+        )));
+    }
+    if config.max_local_experts > 1 << 20 {
+        return Err(Error::invalid(format!(
+            "max_local_experts is {}, expected at most {}",
+            config.max_local_experts,
+            1 << 20
+        )));
+    }
+    if config.ring_bytes as usize > layout::RING_MAX {
+        return Err(Error::invalid(format!(
+            "ring_bytes is {}, expected at most {}; 0 chooses",
+            config.ring_bytes,
+            layout::RING_MAX
+        )));
+    }
+    match config.backend {
+        0 | 1 => {}
+        2 => {
+            return Err(Error::new(
+                Status::Unsupported,
+                "EP_BACKEND_CUDA: this build has no CUDA backend; use EP_BACKEND_HOST or EP_BACKEND_AUTO",
+            ));
+        }
+        other => {
+            return Err(Error::invalid(format!("backend is {other}, expected an EP_BACKEND_ value, 0 to 2")));
+        }
+    }
+    config.ring_bytes = layout::ring_bytes(config.ring_bytes, num_ranks) as u32;
+    Ok(config)
+}
+
+fn agreed(config: &GroupConfig) -> HelloConfig {
+    HelloConfig {
+        backend: config.backend,
+        num_lanes: config.num_lanes,
+        timeout_ms: config.timeout_ms,
+        max_local_experts: config.max_local_experts,
+        ring_bytes: config.ring_bytes,
+    }
+}
+
+fn exchange(bootstrap: &mut dyn Bootstrap, hello: &Hello, deadline: Instant) -> Result<Vec<Hello>> {
+    let blobs = bootstrap.all_gather(bytemuck::bytes_of(hello), deadline)?;
+    let parse = |(rank, blob): (usize, &Vec<u8>)| {
+        // The version comes first, so that it can be read whatever follows.
+        let version = blob.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+        bytemuck::try_pod_read_unaligned::<Hello>(blob)
+            .ok()
+            .filter(|hello| hello.wire_version == WIRE_VERSION)
+            .ok_or_else(|| {
+                Error::new(
+                    Status::Mismatch,
+                    format!(
+                        "rank {rank} speaks version {version} of the memory layout, this rank version \
+                     {WIRE_VERSION}; load one version of the library on all ranks"
+                    ),
+                )
+            })
+    };
+    blobs.iter().enumerate().map(parse).collect()
+}
+
+/// Finds the first rank whose config differs from rank 0's, the same way on every rank.
+fn compare(hellos: &[Hello]) -> Result<()> {
+    let first = &hellos[0].config;
+    for (rank, hello) in hellos.iter().enumerate() {
+        let config = &hello.config;
+        let fields = [
+            ("backend", config.backend as u32, first.backend as u32),
+            ("num_lanes", config.num_lanes, first.num_lanes),
+            ("timeout_ms", config.timeout_ms, first.timeout_ms),
+            ("max_local_experts", config.max_local_experts, first.max_local_experts),
+            ("ring_bytes", config.ring_bytes, first.ring_bytes),
+        ];
+        if let Some((name, theirs, ours)) = fields.into_iter().find(|(_, theirs, ours)| theirs != ours) {
+            return Err(Error::new(
+                Status::Mismatch,
+                format!(
+                    "ranks 0 and {rank} differ in {name} ({ours} and {theirs}); give every rank the same config"
+                ),
+            ));
+        }
+        if (hello.node_id == 0) != (hellos[0].node_id == 0) {
+            return Err(Error::new(
+                Status::Mismatch,
+                format!(
+                    "ranks 0 and {rank} differ in node_id ({} and {}); give it on every rank or on none",
+                    hellos[0].node_id, hello.node_id
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Maps the segments of all ranks: those of this process are found in its registry, the others come as
+/// descriptors.
+fn map_peers(
+    rank: usize,
+    own: Words,
+    own_fd: Option<std::os::fd::OwnedFd>,
+    listener: Listener,
+    hellos: &[Hello],
+    bytes: usize,
+    deadline: Instant,
+) -> Result<(Vec<Words>, Vec<Option<Link>>)> {
+    let here: Vec<Option<Arc<Mapping>>> = hellos.iter().map(|hello| find(&hello.segment)).collect();
+    let elsewhere: Vec<(usize, SegmentId)> = (0..hellos.len())
+        .filter(|&peer| here[peer].is_none())
+        .map(|peer| (peer, hellos[peer].socket))
+        .collect();
+    let mut links: Vec<Option<Link>> = hellos.iter().map(|_| None).collect();
+    for (peer, link) in listener.connect(rank, &elsewhere, deadline)? {
+        links[peer] = Some(link);
+    }
+    for (peer, link) in links.iter().enumerate() {
+        if let (Some(link), Some(fd)) = (link, &own_fd) {
+            link.send_fd(peer, SEGMENT_TAG, std::os::fd::AsFd::as_fd(fd))?;
+        }
+    }
+    let mut segments = Vec::with_capacity(hellos.len());
+    for (peer, here) in here.into_iter().enumerate() {
+        segments.push(match (here, &links[peer]) {
+            _ if peer == rank => own.clone(),
+            (Some(mapping), _) => Words::new(mapping),
+            (None, Some(link)) => {
+                let fd = link.receive_fd(peer, SEGMENT_TAG, deadline)?;
+                Words::new(Arc::new(Mapping::attach(fd, bytes)?))
+            }
+            (None, None) => {
+                return Err(Error::new(Status::Bootstrap, format!("rank {peer} did not connect")));
+            }
+        });
+    }
+    Ok((segments, links))
+}
+
+/// Tag of a descriptor that is a segment; windows use their number.
+const SEGMENT_TAG: u64 = 0;
+
+/// Nodes by id, numbered from 0 in order of first appearance. All ranks mapped each other, so without
+/// ids there is one node.
+fn number_nodes(hellos: &[Hello]) -> Vec<usize> {
+    let mut ids: Vec<u32> = Vec::new();
+    let number = |hello: &Hello| match ids.iter().position(|&id| id == hello.node_id) {
+        Some(node) => node,
+        None => {
+            ids.push(hello.node_id);
+            ids.len() - 1
+        }
+    };
+    hellos.iter().map(number).collect()
+}

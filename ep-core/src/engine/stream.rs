@@ -1,0 +1,167 @@
+//! Streams of the host backend: a thread that runs collective calls in order.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::plan::PlanCore;
+use crate::error::{Error, Result, Status};
+use crate::host::{CombineCall, DispatchCall, UpdateCall};
+
+/// Calls that a stream holds; one more waits for room.
+const DEPTH: usize = 64;
+
+/// A queued call. It owns its plan; the caller keeps the tensors' memory valid.
+#[expect(clippy::large_enum_variant, reason = "the queue holds 64; boxing would allocate per call")]
+pub(super) enum Job {
+    Update(Arc<PlanCore>, UpdateCall),
+    Dispatch(Arc<PlanCore>, DispatchCall),
+    Combine(Arc<PlanCore>, CombineCall),
+}
+
+/// How far a stream is.
+#[derive(Default)]
+struct Progress {
+    pushed: u64,
+    done: u64,
+    /// The first error since the last `synchronize`; while it is kept, calls are skipped.
+    error: Option<Error>,
+}
+
+/// A thread that runs collective calls in order.
+pub struct Stream {
+    queue: Option<SyncSender<Job>>,
+    progress: Arc<(Mutex<Progress>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn lock(progress: &(Mutex<Progress>, Condvar)) -> MutexGuard<'_, Progress> {
+    progress.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Stream {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// [`Status::System`] if the system has no thread to give.
+    pub fn new() -> Result<Stream> {
+        let (queue, jobs) = sync_channel(DEPTH);
+        let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+        let shared = progress.clone();
+        let thread = std::thread::Builder::new()
+            .name(String::from("ep-stream"))
+            .spawn(move || run(&jobs, &shared))
+            .map_err(|e| Error::system("starting a stream's thread", e))?;
+        Ok(Stream { queue: Some(queue), progress, thread: Some(thread) })
+    }
+
+    pub(super) fn push(&self, job: Job) -> Result<()> {
+        lock(&self.progress).pushed += 1;
+        let sent = self.queue.as_ref().is_some_and(|queue| queue.send(job).is_ok());
+        if sent {
+            return Ok(());
+        }
+        lock(&self.progress).pushed -= 1;
+        Err(Error::new(Status::BadHandle, "the stream has ended"))
+    }
+
+    /// Waits until all queued calls are done; the first error among them, cleared.
+    ///
+    /// # Errors
+    /// [`Status::NotReady`] when time is up, or that error.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        let mut progress = lock(&self.progress);
+        let target = progress.pushed;
+        while progress.done < target {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::new(
+                    Status::NotReady,
+                    format!("{} calls are still queued or running on the stream", target - progress.done),
+                ));
+            }
+            let waited = self.progress.1.wait_timeout(progress, left);
+            progress = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+        progress.error.take().map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // Closing the queue ends the thread after the calls in it, each of which has a deadline.
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread was caught in `run`, so there is nothing to pass on.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(jobs: &Receiver<Job>, progress: &(Mutex<Progress>, Condvar)) {
+    while let Ok(job) = jobs.recv() {
+        let failed_before = lock(progress).error.clone();
+        let result = match failed_before {
+            Some(error) => {
+                finish_skipped(&job, error);
+                Ok(())
+            }
+            None => run_guarded(&job),
+        };
+        let mut progress_now = lock(progress);
+        progress_now.done += 1;
+        if let Err(error) = result {
+            progress_now.error.get_or_insert(error);
+        }
+        progress.1.notify_all();
+    }
+}
+
+/// A call behind a failed one is not run; its group's peers would wait for it in vain, so they are told.
+fn finish_skipped(job: &Job, error: Error) {
+    let (Job::Update(core, _) | Job::Dispatch(core, _) | Job::Combine(core, _)) = job;
+    if !error.status.breaks_group() && error.status != Status::Mismatch {
+        let info = core.group.error_info(
+            Status::Aborted,
+            None,
+            Some(core.shape.lane),
+            0,
+            format!(
+                "a stream of rank {} skipped a call because an earlier one failed: {error}",
+                core.group.rank
+            ),
+        );
+        core.group.fail(&info);
+    }
+    if matches!(job, Job::Update(..)) {
+        core.finish_queued(&Err(error));
+    }
+}
+
+/// Runs a call; a panic becomes an error and poisons the group.
+fn run_guarded(job: &Job) -> Result<()> {
+    let (Job::Update(core, _) | Job::Dispatch(core, _) | Job::Combine(core, _)) = job;
+    let call = || {
+        core.group.check_usable()?;
+        // SAFETY: whoever queued the call vouches for its memory until it is done.
+        unsafe {
+            match job {
+                Job::Update(core, call) => core.update(call),
+                Job::Dispatch(core, call) => core.dispatch(call),
+                Job::Combine(core, call) => core.combine(call),
+            }
+        }
+    };
+    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or(panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_default();
+        core.group.poison(&text);
+        Err(Error::new(Status::Internal, text))
+    });
+    if matches!(job, Job::Update(..)) {
+        core.finish_queued(&result);
+    }
+    result
+}

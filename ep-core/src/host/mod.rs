@@ -1,0 +1,28 @@
+//! The host device: runs the stages of a call on the calling thread, over shared memory.
+//!
+//! `exchange` is what every call does: publish a descriptor to each peer, read theirs, agree. `update`,
+//! `dispatch` and `combine` are the calls. `copy`, `ring` and `reduce` move and add bytes.
+
+mod call;
+mod combine;
+mod copy;
+mod dispatch;
+mod exchange;
+mod receive;
+mod reduce;
+mod ring;
+mod scratch;
+mod send;
+mod serve;
+mod update;
+mod wait;
+
+pub use call::{CombineCall, DispatchCall, UpdateCall};
+pub(crate) use combine::combine;
+pub use copy::copy_bytes;
+pub(crate) use dispatch::dispatch;
+pub use reduce::{Close, Reduction, Term, reduce};
+pub use ring::{RingReader, RingWriter};
+pub(crate) use scratch::LaneScratch;
+pub(crate) use update::{Updated, update};
+pub use wait::{Doorbell, Patience};

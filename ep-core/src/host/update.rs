@@ -1,0 +1,97 @@
+//! `ep_plan_update`: count, tell each rank its share of the counts, and place the rows that come.
+
+use super::call::UpdateCall;
+use super::exchange::{Exchange, Missing};
+use crate::config::PeerStats;
+use crate::engine::{Group, LaneState};
+use crate::error::Result;
+use crate::plan::{PlanShape, PlanState, count};
+use crate::wire::{DescBody, OP_PLAN};
+
+/// What an update leaves behind.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Updated {
+    /// The call that made it.
+    pub(crate) epoch: u64,
+    /// Tokens of this rank.
+    pub(crate) num_tokens: usize,
+    /// Rows that a dispatch delivers here.
+    pub(crate) num_rows: u64,
+}
+
+/// Runs an update. Counts travel one way: each source writes them into the memory of the rank they are
+/// for, and only that rank adds them up.
+pub(crate) fn update(
+    group: &Group,
+    lane: &mut LaneState,
+    shape: &PlanShape,
+    state: &mut PlanState<'_>,
+    call: &UpdateCall,
+) -> Result<Updated> {
+    let body = DescBody { op: OP_PLAN, plan_hash: shape.hash, ..DescBody::default() };
+    let mut exchange = Exchange::begin(group, shape.lane, lane, body, call.deadline);
+    // SAFETY: the caller of `Plan::update` vouches for the ids until the call is done.
+    unsafe { count(&call.routing, shape, state) };
+
+    let first = group.perturb.first_peer(group.rank, group.num_ranks);
+    for peer in (0..group.num_ranks).map(|i| (first + i) % group.num_ranks) {
+        let experts = shape.experts.first(peer) as usize..;
+        let counts = &state.expert_count[experts][..shape.experts.num_local(peer)];
+        exchange.publish(peer, &body, 1 + counts.len(), |tail| {
+            tail[0] = state.tokens_to(peer).len() as u32;
+            tail[1..].copy_from_slice(counts);
+        })?;
+    }
+    collect(&mut exchange, shape, state, lane)?;
+    exchange.verdict()?;
+    let num_rows = match state.place_rows(shape) {
+        Ok(rows) => rows,
+        Err(error) => return Err(exchange.fail(error.status, None, error.message)),
+    };
+    for counters in &group.lanes[shape.lane].counters {
+        counters.add(&PeerStats { calls: 1, ..PeerStats::default() });
+    }
+    Ok(Updated { epoch: exchange.epoch, num_tokens: call.routing.num_tokens(), num_rows })
+}
+
+/// Reads the counts of every source into this rank's column.
+fn collect(
+    exchange: &mut Exchange<'_>,
+    shape: &PlanShape,
+    state: &mut PlanState<'_>,
+    lane: &mut LaneState,
+) -> Result<()> {
+    let words = shape.column_words();
+    let seen_from = &mut lane.scratch.receiving;
+    seen_from.iter_mut().for_each(|source| source.taken = 0);
+    loop {
+        let bell = exchange.bell();
+        let mut missing = 0;
+        let mut progress = false;
+        for (source, seen) in seen_from.iter_mut().enumerate() {
+            if seen.taken != 0 {
+                continue;
+            }
+            match exchange.peek(source, words) {
+                None => missing += 1,
+                Some(desc) => {
+                    seen.taken = 1;
+                    progress = true;
+                    if exchange.matches(&desc) {
+                        state.column[source * words..(source + 1) * words].copy_from_slice(desc.tail);
+                    }
+                }
+            }
+        }
+        if missing == 0 {
+            return Ok(());
+        }
+        if progress {
+            exchange.progressed();
+            continue;
+        }
+        exchange.wait(bell, |_| {
+            Missing::among(seen_from.len(), "the counts", |rank| seen_from[rank].taken == 0)
+        })?;
+    }
+}

@@ -1,0 +1,9 @@
+//! Memory that ranks share: anonymous, unnamed, gone with its last mapping.
+
+mod mapping;
+mod registry;
+mod words;
+
+pub use mapping::Mapping;
+pub use registry::{SegmentId, find, publish};
+pub use words::Words;
