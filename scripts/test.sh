@@ -35,7 +35,7 @@ require() { command -v "$1" >/dev/null 2>&1 || skip "$1 is not installed"; }
 # cargo_tests ARG...: runs `cargo test` and notes how many tests ran.
 cargo_tests() {
     local status=0 out=$logs/$step.cargo
-    "$cargo" test --locked "$@" 2>&1 | tee "$out" || status=${PIPESTATUS[0]}
+    "$cargo" test --locked --no-fail-fast "$@" 2>&1 | tee "$out" || status=${PIPESTATUS[0]}
     note "$(awk '/^test result:/ { p += $4; f += $6; i += $8 }
         END { printf "%d tests passed, %d failed, %d ignored", p, f, i }' "$out")"
     rm -f "$out"

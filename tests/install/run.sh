@@ -96,12 +96,24 @@ program pc_cxx_static g++ -std=c++17 tests/install/consumer.cpp "${cflags[@]}" $
 readelf -d "$work/pc_c_shared" | grep -q "(NEEDED).*\[libep.so.$major\]" || fail "a program needs another name"
 ! readelf -d "$work/pc_c_static" | grep -q libep || fail "the static program needs the shared object"
 
+for example in examples/c/*.c; do
+    [ -e "$example" ] || continue
+    say "$example builds against the installed library"
+    cc -std=c11 -Wall -Wextra -Werror "$example" "${cflags[@]}" "${shared[@]}" -lm -lpthread \
+        -o "$work/$(basename "$example" .c)" || fail "$example does not build"
+done
+
 say "CMake: C and C++, shared and static"
-cmake -S tests/install -B "$work/cmake" -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_BUILD_TYPE=Release >"$work/cmake.log" 2>&1 ||
-    { cat "$work/cmake.log" >&2; fail "find_package(ep) fails"; }
-cmake --build "$work/cmake" >>"$work/cmake.log" 2>&1 || { cat "$work/cmake.log" >&2; fail "the CMake build fails"; }
-(cd "$work/cmake" && env -u LD_LIBRARY_PATH ctest --output-on-failure >>"$work/cmake.log" 2>&1) ||
-    { cat "$work/cmake.log" >&2; fail "a program built by CMake fails"; }
+# logged WHAT COMMAND...: shows the output only when the command fails.
+logged() {
+    local what=$1
+    shift
+    "$@" >"$work/cmake.log" 2>&1 || { cat "$work/cmake.log" >&2; fail "$what"; }
+}
+logged "find_package(ep) fails" cmake -S tests/install -B "$work/cmake" -DCMAKE_PREFIX_PATH="$prefix"
+logged "the CMake build fails" cmake --build "$work/cmake"
+logged "a program built by CMake fails" \
+    env -u LD_LIBRARY_PATH -C "$work/cmake" ctest --no-tests=error --output-on-failure
 num_programs=$((num_programs + 4))
 if cmake -S tests/install -B "$work/cmake-newer" -DCMAKE_PREFIX_PATH="$prefix" \
     -DEP_TEST_WANTED=$((major + 1)) >/dev/null 2>&1; then
