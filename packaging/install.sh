@@ -45,6 +45,10 @@ trap 'rm -rf "$work"' EXIT
 keep=()
 while read -r symbol; do keep+=(-u "$symbol"); done < <(
     nm --defined-only -g "$built/libep.a" 2>/dev/null | awk '$3 ~ /^ep_/ { print $3 }' | sort -u)
+if [ ${#keep[@]} -eq 0 ]; then
+    echo "install: $built/libep.a defines no ep_ function" >&2
+    exit 1
+fi
 ld -r --gc-sections --force-group-allocation "${keep[@]}" -o "$work/whole.o" "$built/libep.a"
 objcopy --strip-debug --remove-section=.llvmbc --remove-section=.llvmcmd \
     --wildcard --keep-global-symbol='ep_*' "$work/whole.o" "$work/ep.o"
