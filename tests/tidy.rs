@@ -66,7 +66,7 @@ struct Source<'a> {
     /// The lines without comments and without the inside of literals.
     code: Vec<String>,
     has_comment: Vec<bool>,
-    /// Where test code begins: line 0 in test directories, else the first `#[cfg(test)]`.
+    /// Where test code begins: line 0 in a test file, else the first `#[cfg(test)]`.
     first_test_line: usize,
     findings: Vec<Finding>,
 }
@@ -77,8 +77,7 @@ impl<'a> Source<'a> {
             Language::Shell => (Vec::new(), Vec::new()),
             _ => split_comments(text, language),
         };
-        let in_test_dir = path.split('/').any(|part| part == "tests" || part == "benches");
-        let first_test_line = match in_test_dir {
+        let first_test_line = match is_test_file(path) {
             true => 0,
             false => code.iter().position(|line| line.contains("#[cfg(test)]")).unwrap_or(usize::MAX),
         };
@@ -190,6 +189,12 @@ impl<'a> Source<'a> {
             }
         }
     }
+}
+
+/// In a directory of tests, or a module of tests that has a file of its own.
+fn is_test_file(path: &str) -> bool {
+    let in_test_dir = path.split('/').any(|part| part == "tests" || part == "benches");
+    in_test_dir || path.ends_with("/tests.rs") || path.ends_with("_tests.rs")
 }
 
 fn words(code: &str) -> impl Iterator<Item = &str> {
@@ -478,6 +483,9 @@ fn unwrap_is_found_outside_tests_only() {
     assert_finds("unwrap", 1, "src/a.rs", text);
     assert_clean("tests/a.rs", text);
     assert_clean("ep-core/benches/a.rs", text);
+    assert_clean("src/a/tests.rs", text);
+    assert_clean("src/a_tests.rs", text);
+    assert_finds("unwrap", 1, "src/contests.rs", text);
     assert_clean("src/a.rs", "/// g().unwrap();\nfn f() { h(\".unwrap()\", r#\"\".unwrap()\"#) }");
 }
 
