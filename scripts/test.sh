@@ -76,7 +76,7 @@ step_install() {
 
 step_bench() {
     "$cargo" build --release --locked --quiet -p ep-cli
-    local ep=target/release/ep
+    local ep=${CARGO_TARGET_DIR:-target}/release/ep
     "$ep" help 2>&1 | grep -qw bench || skip "the ep command has no bench yet"
     "$ep" bench --quick
 }
