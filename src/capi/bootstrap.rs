@@ -5,14 +5,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ep_core::bootstrap::Bootstrap;
+use bytemuck::cast;
+use ep_core::bootstrap::{AllGatherFn, Bootstrap, CallbackBootstrap, TcpBootstrap, UniqueId};
 use ep_core::config::MAX_RANKS;
 use ep_core::{Error, Result, Status};
 
 use super::copy_in::{copy_string, copy_struct, copy_text, copy_value};
 use super::copy_out::ValueOut;
 use super::guard::guard;
-use super::types::{AllGatherFn, EpBootstrap, EpStatus, EpUniqueId};
+use super::types::{EpBootstrap, EpStatus, EpUniqueId};
 
 /// How long absent ranks are waited for when nobody chose.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -27,7 +28,7 @@ pub unsafe extern "C" fn ep_unique_id_create(id_out: *mut EpUniqueId) -> EpStatu
     guard("ep_unique_id_create", || {
         // SAFETY: by the header, `id_out` is the address of an id.
         let id_out = unsafe { ValueOut::new(id_out, "id_out") }?;
-        id_out.write(Err(missing())?);
+        id_out.write(EpUniqueId { bytes: cast(UniqueId::create()?) });
         Ok(())
     })
 }
@@ -46,7 +47,7 @@ pub unsafe extern "C" fn ep_unique_id_from_address(
         let secret = unsafe { copy_string(secret, "secret", MAX_SECRET_BYTES) }?;
         // SAFETY: by the header, `id_out` is the address of an id.
         let id_out = unsafe { ValueOut::new(id_out, "id_out") }?;
-        id_out.write(Err(missing()).map_err(|e| (e, &address, &secret).0)?);
+        id_out.write(EpUniqueId { bytes: cast(UniqueId::from_address(&address, &secret)?) });
         Ok(())
     })
 }
@@ -62,7 +63,7 @@ pub(crate) struct Meeting {
 /// Exactly one way to meet.
 enum Means {
     Callback { call: AllGatherFn, ctx: *mut c_void },
-    UniqueId(EpUniqueId),
+    UniqueId(UniqueId),
     File(PathBuf),
 }
 
@@ -100,17 +101,20 @@ impl Meeting {
 
     /// Meets the other ranks.
     pub(crate) fn connect(self) -> Result<Box<dyn Bootstrap>> {
-        let Meeting { rank: _, num_ranks: _, deadline: _, means } = self;
-        match means {
-            Means::Callback { call: _, ctx: _ } => Err(missing()),
-            Means::UniqueId(_id) => Err(missing()),
-            Means::File(_path) => Err(missing()),
-        }
+        let Meeting { rank, num_ranks, deadline, means } = self;
+        Ok(match means {
+            // SAFETY: the header asks of the callback what `new` does, and it is called by the threads
+            // that create groups and allocate windows, which the header says.
+            Means::Callback { call, ctx } => unsafe {
+                Box::new(CallbackBootstrap::new(call, ctx, rank, num_ranks)?)
+            },
+            Means::UniqueId(id) => Box::new(TcpBootstrap::connect(&id, rank, num_ranks, deadline)?),
+            Means::File(path) => {
+                let text = format!("meeting through {} is being written", path.display());
+                return Err(Error::new(Status::Unsupported, text));
+            }
+        })
     }
-}
-
-fn missing() -> Error {
-    Error::new(Status::Unsupported, "the bootstrap is being written")
 }
 
 impl Means {
@@ -123,7 +127,7 @@ impl Means {
             (None, true, false) => {
                 // SAFETY: passed on to the caller.
                 let id = unsafe { copy_value(from.unique_id, "bootstrap: unique_id") }?;
-                Ok(Means::UniqueId(id))
+                Ok(Means::UniqueId(cast(id.bytes)))
             }
             (None, false, true) => {
                 // SAFETY: passed on to the caller.

@@ -4,6 +4,7 @@
 
 use std::ffi::{c_char, c_void};
 
+use ep_core::bootstrap::AllGatherFn;
 use ep_core::config::MAX_PAYLOADS;
 
 pub use ep_core::config::PeerStats as EpPeerStats;
@@ -68,10 +69,6 @@ pub struct EpWindow {
 pub struct EpPlan {
     _opaque: [u8; 0],
 }
-
-/// `ep_all_gather_fn`.
-pub type AllGatherFn =
-    unsafe extern "C" fn(ctx: *mut c_void, send: *const c_void, recv: *mut c_void, bytes: usize) -> i32;
 
 /// `ep_unique_id_t`.
 #[derive(Clone, Copy, Debug)]
