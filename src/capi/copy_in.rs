@@ -183,3 +183,173 @@ pub(crate) fn check_alignment<T>(pointer: *const T, arg: &str) -> Result<()> {
     }
     Err(Error::invalid(format!("{arg} is {pointer:p}, which is not aligned to {} bytes", align_of::<T>())))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capi::copy_out::StructOut;
+
+    /// Room for a struct and a longer one, aligned as any struct of the header.
+    #[repr(C, align(16))]
+    struct Room([u8; 4096]);
+
+    impl Room {
+        /// A struct of `size` bytes, of which all beyond the first word are `fill`.
+        fn new(size: usize, fill: u8) -> Room {
+            let mut room = Room([0xEE; 4096]);
+            room.0[..size.clamp(4, 4096)].fill(fill);
+            room.0[..4].copy_from_slice(&(size as u32).to_ne_bytes());
+            room
+        }
+
+        fn read<T: Struct>(&self) -> Result<T> {
+            // SAFETY: the room is at least as long as any size that a test gives and the rule allows.
+            unsafe { copy_struct(self.0.as_ptr().cast::<T>(), "arg") }
+        }
+    }
+
+    fn bytes_of<T: Struct>(value: &T) -> &[u8] {
+        // SAFETY: `Struct` has no padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) }
+    }
+
+    fn refused<T: Struct>(room: &Room, text: &str) {
+        let error = room.read::<T>().err().expect("refused");
+        assert_eq!(error.status, Status::UnknownField, "{error}");
+        assert!(error.message.contains(text) && error.message.contains(T::NAME), "{error}");
+    }
+
+    fn an_older_struct_is_extended_with_zeros<T: Struct>() {
+        for size in T::MIN_BYTES..=size_of::<T>() {
+            let value: T = Room::new(size, 0).read().unwrap();
+            assert_eq!(bytes_of(&value)[..4], (size as u32).to_ne_bytes());
+            // Behind `size` the room is 0xEE: nothing of it may be seen.
+            assert!(bytes_of(&value)[4..].iter().all(|byte| *byte == 0), "{} of {size}", T::NAME);
+        }
+        for size in [0, 1, 3, 4, T::MIN_BYTES - 1] {
+            refused::<T>(&Room::new(size, 0), &format!("struct_size is {size}"));
+        }
+    }
+
+    fn a_newer_struct_must_be_zero_behind_the_known_part<T: Struct>() {
+        let known = size_of::<T>();
+        for size in [known + 1, known + 8, known + 100, 4096] {
+            let mut room = Room::new(size, 0);
+            assert!(room.read::<T>().is_ok(), "{} of {size}", T::NAME);
+            for at in [known, size - 1] {
+                room.0[at] = 1;
+                refused::<T>(&room, &format!("byte {at} of"));
+                room.0[at] = 0;
+            }
+        }
+        // Refused by its number alone: the room is shorter than that.
+        for size in [MAX_STRUCT_BYTES + 1, u32::MAX as usize] {
+            refused::<T>(&Room::new(size, 0), &format!("struct_size is {size}"));
+        }
+    }
+
+    fn reserved_fields_must_be_zero<T: Struct>() {
+        let error = Room::new(size_of::<T>(), 1).read::<T>();
+        let zeroed: T = Room::new(size_of::<T>(), 0).read().unwrap();
+        assert!(zeroed.reserved().is_none());
+        // All fields are 0x01010101 now: a struct that has a reserved one is refused, naming it.
+        if let Err(error) = error {
+            assert_eq!(error.status, Status::UnknownField);
+            assert!(error.message.contains("reserved") && error.message.contains(T::NAME), "{error}");
+        }
+    }
+
+    fn null_and_misaligned_are_refused<T: Struct>() {
+        let room = Room::new(size_of::<T>(), 0);
+        let misaligned = room.0.as_ptr().wrapping_add(1).cast::<T>();
+        for (from, text) in [(std::ptr::null(), "arg is NULL"), (misaligned, "not aligned")] {
+            // SAFETY: null and misaligned addresses are allowed.
+            let error = unsafe { copy_struct(from, "arg") }.err().expect("refused");
+            assert_eq!(error.status, Status::InvalidArgument);
+            assert!(error.message.contains(text), "{error}");
+        }
+    }
+
+    fn an_output_is_written_as_far_as_it_goes<T: Struct>() {
+        let full: T = {
+            let mut value = MaybeUninit::<T>::uninit();
+            // SAFETY: in bounds, and any bytes are a valid `T`.
+            unsafe { value.as_mut_ptr().cast::<u8>().write_bytes(0x55, size_of::<T>()) };
+            // SAFETY: as above.
+            unsafe { value.assume_init() }
+        };
+        for size in [T::MIN_BYTES, size_of::<T>() - 1, size_of::<T>(), size_of::<T>() + 8] {
+            let mut room = Room::new(size, 0);
+            // SAFETY: the room is longer than `size`.
+            unsafe { StructOut::new(room.0.as_mut_ptr().cast::<T>(), "arg") }.unwrap().write(&full);
+            let written = size.min(size_of::<T>());
+            assert_eq!(room.0[..4], (size as u32).to_ne_bytes());
+            assert!(room.0[4..written].iter().all(|byte| *byte == 0x55));
+            assert!(room.0[written..size].iter().all(|byte| *byte == 0));
+            assert!(room.0[size..].iter().all(|byte| *byte == 0xEE));
+        }
+    }
+
+    macro_rules! for_every_struct {
+        ($($module:ident $type:ty,)*) => {$(
+            mod $module {
+                use super::*;
+
+                #[test]
+                fn older() {
+                    an_older_struct_is_extended_with_zeros::<$type>();
+                }
+
+                #[test]
+                fn newer() {
+                    a_newer_struct_must_be_zero_behind_the_known_part::<$type>();
+                }
+
+                #[test]
+                fn odd() {
+                    reserved_fields_must_be_zero::<$type>();
+                    null_and_misaligned_are_refused::<$type>();
+                }
+
+                #[test]
+                fn out() {
+                    an_output_is_written_as_far_as_it_goes::<$type>();
+                }
+            }
+        )*};
+    }
+
+    for_every_struct! {
+        bootstrap EpBootstrap,
+        group_config EpGroupConfig,
+        error_info EpErrorInfo,
+        group_info EpGroupInfo,
+        plan_config EpPlanConfig,
+        options EpOptions,
+        counts EpCounts,
+        dispatch_inputs EpDispatchInputs,
+        dispatch_outputs EpDispatchOutputs,
+        combine_inputs EpCombineInputs,
+        combine_outputs EpCombineOutputs,
+    }
+
+    #[test]
+    fn options_default_to_zero() {
+        // SAFETY: NULL is allowed.
+        let options = unsafe { copy_options(std::ptr::null()) }.unwrap();
+        assert_eq!(options, ep_core::config::Options::default());
+    }
+
+    #[test]
+    fn texts_are_read_up_to_their_limit() {
+        // SAFETY: literals end with a NUL.
+        let read = |text: &CStr| unsafe { copy_string(text.as_ptr(), "file", 4) };
+        assert_eq!(read(c"").unwrap(), "");
+        assert_eq!(read(c"abcd").unwrap(), "abcd");
+        assert!(read(c"abcde").unwrap_err().message.contains("file is longer than 4 bytes"));
+        assert!(read(c"\xFF").unwrap_err().message.contains("not UTF-8"));
+        let no_end = [b'x' as c_char; 5];
+        // SAFETY: not a string; with this limit no byte behind the array is read.
+        assert!(unsafe { copy_text(no_end.as_ptr(), "file", 4) }.is_err());
+    }
+}

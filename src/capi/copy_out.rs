@@ -68,3 +68,24 @@ pub(crate) fn text<const N: usize>(text: &str) -> [c_char; N] {
     }
     array
 }
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+
+    fn bytes<const N: usize>(array: &[c_char; N]) -> Vec<u8> {
+        // SAFETY: `text` ends its arrays with a NUL.
+        unsafe { CStr::from_ptr(array.as_ptr()) }.to_bytes().to_vec()
+    }
+
+    #[test]
+    fn a_text_is_cut_between_characters_and_ends_with_a_nul() {
+        assert_eq!(bytes(&text::<8>("")), b"");
+        assert_eq!(bytes(&text::<8>("1234567")), b"1234567");
+        assert_eq!(bytes(&text::<8>("12345678")), b"1234567");
+        assert_eq!(bytes(&text::<8>("123456é")), b"123456");
+        assert_eq!(bytes(&text::<8>("a\0b")), b"a?b");
+    }
+}

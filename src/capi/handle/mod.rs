@@ -16,43 +16,15 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ep_core::{Error, Result, Status};
 
-/// The bits of a handle, from the lowest: 4 that are zero, 20 of index, 20 of generation, 3 of kind.
-/// That is below 2^47, as some languages want pointers to be; the kinds are chosen so that the addresses
-/// of a Linux process (heap 5, stack and mappings 7, small programs 0) are not handles.
-const INDEX_SHIFT: u32 = 4;
-const GENERATION_SHIFT: u32 = 24;
-const KIND_SHIFT: u32 = 44;
-const FIELD_MASK: u64 = (1 << 20) - 1;
+mod bits;
 
-/// The most objects of one kind that are alive at a time.
-const MAX_OBJECTS: usize = 1 << 20;
+pub(crate) use bits::Kind;
+
+use bits::{Bits, MAX_GENERATION, MAX_OBJECTS};
+
 /// Chunk `c` has `FIRST_CHUNK << c` slots.
 const FIRST_CHUNK: usize = 64;
 const NUM_CHUNKS: usize = (MAX_OBJECTS / FIRST_CHUNK).ilog2() as usize + 1;
-
-const _: () = assert!(size_of::<usize>() == 8, "handles use 47 bits of a pointer");
-
-/// What a handle names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Group = 1,
-    Window = 2,
-    Plan = 3,
-    Stream = 4,
-}
-
-impl Kind {
-    const ALL: [Kind; 4] = [Kind::Group, Kind::Window, Kind::Plan, Kind::Stream];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Kind::Group => "ep_group_t",
-            Kind::Window => "ep_window_t",
-            Kind::Plan => "ep_plan_t",
-            Kind::Stream => "ep_stream_t",
-        }
-    }
-}
 
 /// An object that the C ABI hands out, and the C type that its handles point to.
 pub(crate) trait Object: Send + Sync + 'static {
@@ -116,14 +88,13 @@ impl<T: Object> Table<T> {
         let generation = slot.word.load(Ordering::Relaxed) >> WORD_GENERATION_SHIFT;
         // Release: pairs with the acquire in `pin`; publishes the value.
         slot.word.store(generation << WORD_GENERATION_SHIFT | LIVE, Ordering::Release);
-        let handle =
-            (T::KIND as u64) << KIND_SHIFT | generation << GENERATION_SHIFT | (index as u64) << INDEX_SHIFT;
-        Ok(std::ptr::without_provenance_mut(handle as usize))
+        let bits = Bits { kind: T::KIND, generation, index };
+        Ok(std::ptr::without_provenance_mut(bits.encode()))
     }
 
     /// The object of a handle; `arg` is the name of the parameter.
     pub(crate) fn pin(&'static self, handle: *const T::Opaque, arg: &str) -> Result<Pin<T>> {
-        let (slot, index, generation) = self.find(handle.addr() as u64, arg)?;
+        let (slot, index, generation) = self.find(handle.addr(), arg)?;
         // Relaxed: only a guess for the exchange below.
         let mut word = slot.word.load(Ordering::Relaxed);
         loop {
@@ -138,7 +109,7 @@ impl<T: Object> Table<T> {
 
     /// Ends the handle. The object goes with the last pin, which may be the returned one.
     pub(crate) fn retire(&'static self, handle: *mut T::Opaque, arg: &str, in_use: InUse) -> Result<Pin<T>> {
-        let (slot, index, generation) = self.find(handle.addr() as u64, arg)?;
+        let (slot, index, generation) = self.find(handle.addr(), arg)?;
         // Relaxed: only a guess for the exchange below.
         let mut word = slot.word.load(Ordering::Relaxed);
         loop {
@@ -157,29 +128,26 @@ impl<T: Object> Table<T> {
         }
     }
 
-    fn find(&self, handle: u64, arg: &str) -> Result<(&Slot<T>, usize, u64)> {
+    fn find(&self, handle: usize, arg: &str) -> Result<(&Slot<T>, usize, u64)> {
         let bad = |text: String| Err(Error::new(Status::BadHandle, text));
         let wanted = T::KIND.name();
         if handle == 0 {
             return bad(format!("{arg} is NULL, expected an {wanted}"));
         }
-        let unknown = || bad(format!("{arg} is {handle:#x}, which no call has returned as an {wanted}"));
-        if handle & ((1 << INDEX_SHIFT) - 1) != 0 {
-            return unknown();
+        let bits = Bits::decode(handle);
+        if let Some(bits) = bits
+            && bits.kind != T::KIND
+        {
+            return bad(format!("{arg} is an {}, expected an {wanted}", bits.kind.name()));
         }
-        let index = (handle >> INDEX_SHIFT & FIELD_MASK) as usize;
-        let generation = handle >> GENERATION_SHIFT & FIELD_MASK;
-        let kind = handle >> KIND_SHIFT;
-        if kind != T::KIND as u64 {
-            return match Kind::ALL.into_iter().find(|known| *known as u64 == kind) {
-                Some(known) => bad(format!("{arg} is an {}, expected an {wanted}", known.name())),
-                None => unknown(),
-            };
-        }
-        let (chunk, at) = place(index);
-        match self.chunks.get(chunk).and_then(OnceLock::get) {
-            Some(slots) => Ok((&slots[at], index, generation)),
-            None => unknown(),
+        let slot = bits.and_then(|Bits { kind: _, generation, index }| {
+            let (chunk, at) = place(index);
+            let slots = self.chunks.get(chunk)?.get()?;
+            Some((slots.get(at)?, index, generation))
+        });
+        match slot {
+            Some(found) => Ok(found),
+            None => bad(format!("{arg} is {handle:#x}, which no call has returned as an {wanted}")),
         }
     }
 
@@ -205,7 +173,7 @@ impl<T: Object> Table<T> {
         let generation = (slot.word.load(Ordering::Relaxed) >> WORD_GENERATION_SHIFT) + 1;
         slot.word.store(generation << WORD_GENERATION_SHIFT, Ordering::Relaxed);
         // A slot whose generations are used up is given up, so that no old handle ever fits again.
-        if generation <= FIELD_MASK {
+        if generation <= MAX_GENERATION {
             self.free.lock().unwrap_or_else(PoisonError::into_inner).indices.push_back(index);
         }
         // Last, and outside the lock: freeing an object may take long, or panic.
@@ -256,5 +224,156 @@ impl<T: Object> Drop for Pin<T> {
         if before & PINS == 1 && before & LIVE == 0 {
             self.table.free(self.slot, self.index);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::thread;
+
+    use super::*;
+
+    /// Counts how many of it were freed.
+    struct Probe(Arc<AtomicUsize>);
+
+    impl Object for Probe {
+        type Opaque = u8;
+        const KIND: Kind = Kind::Plan;
+    }
+
+    impl Drop for Probe {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn table() -> &'static Table<Probe> {
+        Box::leak(Box::new(Table::new()))
+    }
+
+    fn bad(result: Result<Pin<Probe>>) -> String {
+        let error = result.err().expect("the handle is bad");
+        assert_eq!(error.status, Status::BadHandle);
+        error.message
+    }
+
+    #[test]
+    fn places_fill_chunk_after_chunk() {
+        let mut expected =
+            (0..NUM_CHUNKS).flat_map(|chunk| (0..FIRST_CHUNK << chunk).map(move |at| (chunk, at)));
+        for index in 0..1000 {
+            assert_eq!(Some(place(index)), expected.next());
+        }
+        let (chunk, at) = place(MAX_OBJECTS - 1);
+        assert!(chunk < NUM_CHUNKS && at < FIRST_CHUNK << chunk);
+    }
+
+    #[test]
+    fn an_object_lives_until_it_is_retired() {
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        let handles: Vec<_> = (0..1000).map(|_| table.insert(Probe(Arc::clone(&freed))).unwrap()).collect();
+        for handle in &handles {
+            assert!(table.pin(*handle, "plan").is_ok());
+        }
+        assert_eq!(freed.load(Ordering::SeqCst), 0);
+        for handle in &handles {
+            drop(table.retire(*handle, "plan", InUse::Refused).unwrap());
+            assert!(bad(table.pin(*handle, "plan")).contains("plan is an ep_plan_t that was destroyed"));
+            bad(table.retire(*handle, "plan", InUse::Waits));
+        }
+        assert_eq!(freed.load(Ordering::SeqCst), 1000);
+    }
+
+    #[test]
+    fn a_reused_place_does_not_answer_to_the_old_handle() {
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        let mut old = Vec::new();
+        for _ in 0..100 {
+            let handle = table.insert(Probe(Arc::clone(&freed))).unwrap();
+            drop(table.retire(handle, "plan", InUse::Refused).unwrap());
+            old.push(handle);
+        }
+        let alive = table.insert(Probe(Arc::clone(&freed))).unwrap();
+        assert!(old.iter().all(|handle| *handle != alive));
+        old.iter().for_each(|handle| drop(bad(table.pin(*handle, "plan"))));
+        assert!(table.pin(alive, "plan").is_ok());
+    }
+
+    #[test]
+    fn what_is_no_handle_is_told_apart() {
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        let with = |kind, generation, index| {
+            ptr::without_provenance::<u8>(Bits { kind, generation, index }.encode())
+        };
+        assert_eq!(bad(table.pin(ptr::null(), "plan")), "plan is NULL, expected an ep_plan_t");
+        let group = with(Kind::Group, 1, 0);
+        assert_eq!(bad(table.pin(group, "plan")), "plan is an ep_group_t, expected an ep_plan_t");
+        let handle = table.insert(Probe(freed)).unwrap();
+        assert_eq!(handle.cast_const(), with(Kind::Plan, 1, 0));
+        let on_stack = 0u8;
+        let no_slot = with(Kind::Plan, 1, MAX_OBJECTS - 1);
+        for stray in [&raw const on_stack, handle.wrapping_add(1), no_slot, ptr::without_provenance(1)] {
+            assert!(bad(table.pin(stray, "plan")).contains("which no call has returned"), "{stray:p}");
+        }
+        // There is a slot, but no call has returned this handle yet.
+        bad(table.pin(with(Kind::Plan, 1, 1), "plan"));
+        bad(table.pin(with(Kind::Plan, 2, 0), "plan"));
+    }
+
+    #[test]
+    fn a_pinned_object_is_not_freed() {
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        let handle = table.insert(Probe(Arc::clone(&freed))).unwrap();
+        let pin = table.pin(handle, "plan").unwrap();
+        let error = table.retire(handle, "plan", InUse::Refused).err().unwrap();
+        assert_eq!(error.status, Status::InvalidState);
+        assert!(error.message.contains("1 calls are using this ep_plan_t"), "{error}");
+        drop(table.retire(handle, "plan", InUse::Waits).unwrap());
+        assert_eq!(freed.load(Ordering::SeqCst), 0);
+        bad(table.pin(handle, "plan"));
+        drop(pin);
+        assert_eq!(freed.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn a_slot_whose_generations_are_used_up_is_given_up() {
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        let first = table.insert(Probe(Arc::clone(&freed))).unwrap();
+        drop(table.retire(first, "plan", InUse::Refused).unwrap());
+        let slot = &table.chunks[0].get().unwrap()[0];
+        slot.word.store(MAX_GENERATION << WORD_GENERATION_SHIFT, Ordering::SeqCst);
+        let last = table.insert(Probe(Arc::clone(&freed))).unwrap();
+        assert!(table.pin(last, "plan").is_ok());
+        drop(table.retire(last, "plan", InUse::Refused).unwrap());
+        let next = table.insert(Probe(freed)).unwrap();
+        assert_eq!(Bits::decode(next.addr()).unwrap().index, 1);
+        bad(table.pin(first, "plan"));
+        bad(table.pin(last, "plan"));
+    }
+
+    #[test]
+    fn threads_that_race_to_destroy_free_once() {
+        const ROUNDS: usize = 2000;
+        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        for _ in 0..ROUNDS {
+            let handle = table.insert(Probe(Arc::clone(&freed))).unwrap().addr();
+            thread::scope(|scope| {
+                scope.spawn(move || {
+                    if let Ok(probe) = table.pin(ptr::without_provenance(handle), "plan") {
+                        assert!(Arc::strong_count(&probe.0) >= 2);
+                    }
+                });
+                let end = move || {
+                    let handle = ptr::without_provenance_mut(handle);
+                    table.retire(handle, "plan", InUse::Waits).is_ok()
+                };
+                let enders = [scope.spawn(end), scope.spawn(end)];
+                assert_eq!(enders.map(|ender| ender.join().unwrap()).iter().filter(|ok| **ok).count(), 1);
+            });
+        }
+        assert_eq!(freed.load(Ordering::SeqCst), ROUNDS);
     }
 }
