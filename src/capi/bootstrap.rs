@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bytemuck::cast;
-use ep_core::bootstrap::{AllGatherFn, Bootstrap, CallbackBootstrap, TcpBootstrap, UniqueId};
+use ep_core::bootstrap::{AllGatherFn, Bootstrap, CallbackBootstrap, FileBootstrap, TcpBootstrap, UniqueId};
 use ep_core::config::MAX_RANKS;
 use ep_core::{Error, Result, Status};
 
@@ -109,10 +109,7 @@ impl Meeting {
                 Box::new(CallbackBootstrap::new(call, ctx, rank, num_ranks)?)
             },
             Means::UniqueId(id) => Box::new(TcpBootstrap::connect(&id, rank, num_ranks, deadline)?),
-            Means::File(path) => {
-                let text = format!("meeting through {} is being written", path.display());
-                return Err(Error::new(Status::Unsupported, text));
-            }
+            Means::File(path) => Box::new(FileBootstrap::connect(&path, rank, num_ranks, deadline)?),
         })
     }
 }
