@@ -1,1 +1,3 @@
+//! The `ep` command.
+
 fn main() {}

@@ -1,0 +1,8 @@
+//! `include/ep.h` against what the library is: names, types, layouts, values, symbols, and what every
+//! entry does with input that it must refuse.
+
+mod compile;
+mod header;
+mod layout;
+mod parity;
+mod symbols;
