@@ -285,11 +285,10 @@ impl PlanCore {
         if epoch == 0 {
             return Err(never_updated());
         }
-        Ok(Updated {
-            epoch,
-            num_tokens: self.num_tokens.load(Ordering::Relaxed) as usize,
-            num_rows: self.num_rows.load(Ordering::Relaxed),
-        })
+        // Relaxed: as above, for both.
+        let num_tokens = self.num_tokens.load(Ordering::Relaxed) as usize;
+        let num_rows = self.num_rows.load(Ordering::Relaxed);
+        Ok(Updated { epoch, num_tokens, num_rows })
     }
 
     /// A queued update is done.
