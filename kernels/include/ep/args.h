@@ -22,7 +22,7 @@ typedef struct ep_cuda_lane {
     uint64_t epoch;   /* of the last call, advanced by the last block of a call */
     uint32_t ticket;  /* work claimed in the call in progress; 0 between calls */
     uint32_t done;    /* blocks that have ended in the call in progress; 0 between calls */
-    uint32_t landed;  /* senders whose rows are all visible; 0 between calls */
+    uint32_t opened;  /* 1 once a block of the call published its descriptors; 0 between calls */
     uint32_t verdict; /* EP_CUDA_VERDICT_ of the call in progress; 0 between calls */
     uint32_t reserved[10];
 } ep_cuda_lane_t;
