@@ -20,11 +20,12 @@ enum {
 /* A lane's private words, in this rank's device memory; zero at first. */
 typedef struct ep_cuda_lane {
     uint64_t epoch;   /* of the last call, advanced by the last block of a call */
-    uint32_t ticket;  /* work claimed in the call in progress; 0 between calls */
+    uint32_t ticket;  /* tokens claimed in the call in progress; 0 between calls */
+    uint32_t taken;   /* messages claimed in the call in progress; 0 between calls */
     uint32_t done;    /* blocks that have ended in the call in progress; 0 between calls */
     uint32_t opened;  /* 1 once a block of the call published its descriptors; 0 between calls */
     uint32_t verdict; /* EP_CUDA_VERDICT_ of the call in progress; 0 between calls */
-    uint32_t reserved[10];
+    uint32_t reserved[9];
 } ep_cuda_lane_t;
 
 enum { EP_CUDA_VERDICT_OK = 0, EP_CUDA_VERDICT_MISMATCH = 1, EP_CUDA_VERDICT_BROKEN = 2 };
@@ -38,7 +39,9 @@ enum {
     EP_CUDA_SITE_COMBINE_ROWS = 4,    /* waiting for a peer's descriptor */
     EP_CUDA_SITE_COMBINE_READERS = 5, /* waiting for a peer to have read this rank's rows */
     EP_CUDA_SITE_BAD_PLACE = 6,       /* a peer names a window that is not there */
-    EP_CUDA_SITE_BAD_ID = 7           /* topk_idx holds an id out of range: peer = token, seen = id */
+    EP_CUDA_SITE_BAD_ID = 7,          /* topk_idx holds an id out of range: peer = token, expected = slot, seen = id */
+    EP_CUDA_SITE_RING_TOO_SMALL = 8,  /* a message of `expected` bytes does not fit a ring of `seen` */
+    EP_CUDA_SITE_DISPATCH_RING = 9    /* waiting for room in a ring, or for a message in it */
 };
 
 /* A rank's report to its host, in pinned memory that the device maps. `state` is claimed by

@@ -1,294 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// dispatch.cuh: each row is read once, into shared memory, and stored from there to the final place at each
-// of its destinations. Blocks publish credits, wait for the peers', claim tokens by ticket, and the last one
-// waits for the peers' rows.
+// dispatch.cuh: a dispatch as its blocks run it: publish credits, wait for the peers', send and receive by
+// ticket; the last block tells the peers, waits for their rows and writes the counts.
 #pragma once
 
-#include "ep/plan.cuh"
+#include "ep/dispatch_receive.cuh"
 
 namespace ep {
-
-// What a block knows of a destination.
-struct Destination {
-    char *base[EP_WIRE_MAX_PAYLOADS];
-    uint64_t row_pitch[EP_WIRE_MAX_PAYLOADS];
-    uint64_t col_pitch[EP_WIRE_MAX_PAYLOADS];
-    uint64_t capacity;
-    const uint32_t *tail;
-};
-
-// A block's shared memory, beside the stages.
-struct DispatchShared {
-    Destination destinations[EP_CUDA_MAX_RANKS];
-    uint64_t barriers[EP_DISPATCH_WARPS];
-    // Payload i passes the stage at this offset; bulk copies need 16-byte rows on both sides.
-    uint32_t stage_offset[EP_WIRE_MAX_PAYLOADS];
-    uint32_t stage_bytes; // of all bulk payloads of a row together
-    uint32_t bulk;        // bit i: payload i goes by bulk copies
-    uint32_t ok;
-};
-
-__device__ inline Signature dispatch_signature(const ep_cuda_dispatch_args_t &args, const PlanView &view)
-{
-    Signature signature = {};
-    signature.plan_epoch = view.header->epoch;
-    signature.plan_hash = args.plan.hash;
-    signature.op = EP_WIRE_OP_DISPATCH;
-    signature.flags = args.topk_weights.data != 0 ? EP_WIRE_FLAG_TOPK_WEIGHTS : 0;
-    signature.dtypes = args.dtypes;
-    signature.num_payloads = args.num_payloads;
-    for (uint32_t i = 0; i < args.num_payloads; ++i) {
-        signature.row_bytes[i] = args.outputs[i].cols * args.outputs[i].element;
-    }
-    return signature;
-}
-
-// Says to each peer where its rows go.
-__device__ inline void give_credits(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                    const Signature &signature)
-{
-    for (uint32_t i = threadIdx.x / 32; i < args.group.num_ranks; i += EP_DISPATCH_WARPS) {
-        uint32_t peer = (args.group.rank + i) % args.group.num_ranks;
-        publish(ctx, peer, [&](ep_wire_desc_t *desc, uint32_t *tail, uint32_t lane) {
-            if (lane == 0) {
-                put_signature(desc, signature);
-                desc->wants = 0;
-                desc->capacity = args.capacity;
-            }
-            if (lane < args.num_payloads) {
-                desc->places[lane] = args.places[lane];
-            }
-            for (uint32_t word = lane; word < view.column_words(); word += 32) {
-                tail[word] = view.base[peer * view.column_words() + word];
-            }
-        });
-    }
-}
-
-// True if a bulk copy can move rows of this pitch from or to this address.
-__device__ inline bool bulk_aligned(uint64_t address, uint64_t row_pitch, uint64_t col_pitch, uint32_t element)
-{
-    return address % 16 == 0 && row_pitch % 16 == 0 && col_pitch == element;
-}
-
-// Reads the credit of `peer`. False: the call failed.
-__device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_args_t &args, const Signature &signature,
-                                   uint32_t peer, DispatchShared &shared)
-{
-    ep_wire_desc_t *desc = await_desc(ctx, peer, EP_CUDA_SITE_DISPATCH_CREDIT);
-    if (desc == nullptr) {
-        return false;
-    }
-    if (!same_signature(desc, signature)) {
-        fail(ctx, kErrMismatch, EP_CUDA_SITE_DISPATCH_CREDIT, int32_t(peer), signature.op, desc->op);
-        return false;
-    }
-    Destination &to = shared.destinations[peer];
-    to.capacity = desc->capacity;
-    to.tail = tail_of(desc);
-    for (uint32_t i = 0; i < args.num_payloads; ++i) {
-        const ep_cuda_matrix_t &own = args.outputs[i];
-        ep_wire_place_t place = desc->places[i];
-        uint64_t span = place.col_pitch * (own.cols - 1) + own.element;
-        // This rank's own output is reached directly wherever it lies.
-        to.base[i] = peer == args.group.rank ? reinterpret_cast<char *>(own.data)
-                                             : resolve(ctx, peer, place, to.capacity, span);
-        to.row_pitch[i] = place.row_pitch;
-        to.col_pitch[i] = place.col_pitch;
-        if (to.base[i] == nullptr && to.capacity != 0) {
-            fail(ctx, kErrAborted, EP_CUDA_SITE_BAD_PLACE, int32_t(peer), place.window, place.offset);
-            return false;
-        }
-        if (!bulk_aligned(reinterpret_cast<uint64_t>(to.base[i]), to.row_pitch[i], to.col_pitch[i], own.element)) {
-            atomicAnd(&shared.bulk, ~(1u << i));
-        }
-    }
-    return true;
-}
-
-// Decides which payloads pass the stages; each warp has one stage.
-__device__ inline void plan_stages(const ep_cuda_dispatch_args_t &args, DispatchShared &shared)
-{
-    uint32_t offset = 0;
-    for (uint32_t i = 0; i < args.num_payloads; ++i) {
-        const ep_cuda_matrix_t &in = args.inputs[i];
-        uint32_t bytes = in.cols * in.element;
-        bool fits = bytes % 16 == 0 && bulk_aligned(in.data, in.row_pitch, in.col_pitch, in.element) &&
-                    offset + bytes <= EP_DISPATCH_STAGE_BYTES;
-        if ((shared.bulk >> i & 1u) != 0 && fits) {
-            shared.stage_offset[i] = offset;
-            offset += bytes;
-        } else {
-            shared.bulk &= ~(1u << i);
-        }
-    }
-    shared.stage_bytes = offset;
-}
-
-// The row of slot `k` of a token at its destination, or -1 if it has none there.
-__device__ inline int64_t row_of_slot(const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                      const DispatchShared &shared, uint32_t token, uint32_t k, uint32_t *rank)
-{
-    uint32_t slot = token * args.plan.topk + k;
-    int32_t expert = k < args.plan.topk ? view.expert[slot] : -1;
-    if (expert < 0) {
-        return -1;
-    }
-    *rank = view.owner[expert];
-    const Destination &to = shared.destinations[*rank];
-    bool flat = args.plan.layout == 0;
-    uint32_t position = flat ? view.rank_pos[slot] : view.slot_pos[slot];
-    if (position == uint32_t(EP_CUDA_NO_ROW)) {
-        return -1;
-    }
-    uint64_t row = uint64_t(to.tail[flat ? 0 : 1 + expert - view.first[*rank]]) + position;
-    return row < to.capacity ? int64_t(row) : -1;
-}
-
-// A warp copies one row element by element, or 16 bytes at a time where both sides allow it.
-__device__ inline void copy_row(char *to, uint64_t to_pitch, const char *from, uint64_t from_pitch, uint32_t cols,
-                                uint32_t element)
-{
-    uint32_t lane = threadIdx.x % 32, bytes = cols * element;
-    bool contiguous = to_pitch == element && from_pitch == element;
-    uint64_t aligned = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16;
-    if (contiguous && aligned == 0) {
-        for (uint32_t i = lane; i < bytes / 16; i += 32) {
-            st_row(reinterpret_cast<uint4 *>(to) + i, ld_row(reinterpret_cast<const uint4 *>(from) + i));
-        }
-        for (uint32_t i = bytes / 16 * 16 + lane; i < bytes; i += 32) {
-            to[i] = from[i];
-        }
-        return;
-    }
-    for (uint32_t col = lane; col < cols; col += 32) {
-        for (uint32_t byte = 0; byte < element; ++byte) {
-            to[col * to_pitch + byte] = from[col * from_pitch + byte];
-        }
-    }
-}
-
-// One warp sends one token: rows by the copy engine, whatever it cannot take by the warp itself.
-struct TokenSender {
-    const ep_cuda_dispatch_args_t &args;
-    const PlanView &view;
-    DispatchShared &shared;
-    char *stage;
-    uint64_t *barrier;
-    uint32_t phase = 0;
-
-    __device__ void load(uint32_t token)
-    {
-#if __CUDA_ARCH__ >= 900
-        if (shared.stage_bytes != 0 && threadIdx.x % 32 == 0) {
-            mbarrier_expect(barrier, shared.stage_bytes);
-            for (uint32_t i = 0; i < args.num_payloads; ++i) {
-                if (shared.bulk >> i & 1u) {
-                    const ep_cuda_matrix_t &in = args.inputs[i];
-                    bulk_load(stage + shared.stage_offset[i], reinterpret_cast<const char *>(in.data) + token * in.row_pitch,
-                              in.cols * in.element, barrier);
-                }
-            }
-        }
-#endif
-    }
-
-    __device__ void store(uint32_t token)
-    {
-        for (uint32_t k0 = 0; k0 < args.plan.topk; k0 += 32) {
-            uint32_t rank = 0;
-            int64_t row = row_of_slot(args, view, shared, token, k0 + threadIdx.x % 32, &rank);
-            if (k0 == 0) {
-                await_stage();
-            }
-            store_staged(rank, row);
-            store_others(token, rank, row);
-        }
-#if __CUDA_ARCH__ >= 900
-        bulk_commit();
-#endif
-    }
-
-    __device__ void await_stage()
-    {
-#if __CUDA_ARCH__ >= 900
-        if (shared.stage_bytes != 0) {
-            while (!mbarrier_try_wait(barrier, phase)) {
-            }
-            phase ^= 1u;
-        }
-#endif
-    }
-
-    // Each lane starts the copies of its own slot.
-    __device__ void store_staged(uint32_t rank, int64_t row)
-    {
-#if __CUDA_ARCH__ >= 900
-        if (row < 0) {
-            return;
-        }
-        const Destination &to = shared.destinations[rank];
-        for (uint32_t i = 0; i < args.num_payloads; ++i) {
-            if (shared.bulk >> i & 1u) {
-                bulk_store(to.base[i] + row * to.row_pitch[i], stage + shared.stage_offset[i],
-                           args.inputs[i].cols * args.inputs[i].element);
-            }
-        }
-#endif
-    }
-
-    // The warp copies the other payloads, slot by slot.
-    __device__ void store_others(uint32_t token, uint32_t rank, int64_t row)
-    {
-        uint32_t all = (1u << args.num_payloads) - 1;
-        if (shared.bulk == all) {
-            return;
-        }
-        for (uint32_t slots = __ballot_sync(0xffffffffu, row >= 0); slots != 0; slots &= slots - 1) {
-            uint32_t source = __ffs(slots) - 1;
-            uint32_t to_rank = __shfl_sync(0xffffffffu, rank, source);
-            int64_t to_row = __shfl_sync(0xffffffffu, row, source);
-            const Destination &to = shared.destinations[to_rank];
-            for (uint32_t i = 0; i < args.num_payloads; ++i) {
-                if ((shared.bulk >> i & 1u) == 0) {
-                    const ep_cuda_matrix_t &in = args.inputs[i];
-                    copy_row(to.base[i] + to_row * to.row_pitch[i], to.col_pitch[i],
-                             reinterpret_cast<const char *>(in.data) + token * in.row_pitch, in.col_pitch, in.cols,
-                             in.element);
-                }
-            }
-        }
-    }
-};
-
-// The senders of a block: claim tokens until none are left.
-__device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                   DispatchShared &shared, char *stages)
-{
-    uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    TokenSender sender{args, view, shared, stages + warp * EP_DISPATCH_STAGE_BYTES, &shared.barriers[warp]};
-    uint32_t num_tokens = view.header->num_tokens;
-    auto claim = [&] { return lane == 0 ? atomicAdd(&ctx.lane->ticket, 1u) : 0u; };
-    uint32_t next = claim();
-    for (;;) {
-        uint32_t token = __shfl_sync(0xffffffffu, next, 0);
-        if (token >= num_tokens) {
-            break;
-        }
-#if __CUDA_ARCH__ >= 900
-        bulk_wait_read<0>();
-#endif
-        __syncwarp();
-        sender.load(token);
-        next = claim();
-        sender.store(token);
-    }
-#if __CUDA_ARCH__ >= 900
-    bulk_wait_written();
-    fence_proxy_async_global();
-#endif
-}
 
 __device__ inline void put_count(uint64_t address, uint64_t index, int64_t value)
 {
@@ -319,26 +37,51 @@ __device__ inline void write_counts(const ep_cuda_dispatch_args_t &args, const P
     put_count(args.num_dropped, 0, int64_t(real - kept));
 }
 
-// Zeroes the rows between experts that no source writes.
-__device__ inline void fill_padding(const ep_cuda_dispatch_args_t &args, const PlanView &view)
+// A row that holds no token: sources and ids -1, weights 0.
+__device__ inline void clear_origin(const ep_cuda_dispatch_args_t &args, uint64_t row)
 {
-    if (args.plan.layout == 0 || args.plan.alignment == 1) {
-        return;
+    put_i32(args.src_rank, row, -1);
+    put_i32(args.src_token, row, -1);
+    put_i32(args.src_slot, row, -1);
+    uint32_t per_row = args.plan.layout == 0 ? args.plan.topk : 1;
+    for (uint32_t k = 0; k < per_row; ++k) {
+        put_id(args, row * per_row + k, -1);
+        if (args.out_weights != 0) {
+            reinterpret_cast<uint32_t *>(args.out_weights)[row * per_row + k] = 0;
+        }
     }
+}
+
+__device__ inline void zero_row(const ep_cuda_matrix_t &out, uint64_t row)
+{
+    char *to = reinterpret_cast<char *>(out.data) + row * out.row_pitch;
+    for (uint32_t col = threadIdx.x % 32; col < out.cols; col += 32) {
+        for (uint32_t byte = 0; byte < out.element; ++byte) {
+            to[col * out.col_pitch + byte] = 0;
+        }
+    }
+}
+
+// Writes the rows that no source writes: padding between experts, and what lies behind the last row.
+__device__ inline void fill_gaps(const ep_cuda_dispatch_args_t &args, const PlanView &view)
+{
     uint32_t warp = blockIdx.x * EP_DISPATCH_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (uint32_t expert = warp; expert < args.plan.num_local; expert += gridDim.x * EP_DISPATCH_WARPS) {
+    uint32_t num_experts = args.plan.layout == 0 ? 0 : args.plan.num_local;
+    for (uint32_t expert = warp; expert < num_experts; expert += gridDim.x * EP_DISPATCH_WARPS) {
         uint64_t end = min(uint64_t(view.expert_start[expert + 1]), args.capacity);
         for (uint64_t row = view.expert_start[expert] + view.expert_rows[expert]; row < end; ++row) {
             for (uint32_t i = 0; i < args.num_payloads; ++i) {
-                const ep_cuda_matrix_t &out = args.outputs[i];
-                char *to = reinterpret_cast<char *>(out.data) + row * out.row_pitch;
-                for (uint32_t col = lane; col < out.cols; col += 32) {
-                    for (uint32_t byte = 0; byte < out.element; ++byte) {
-                        to[col * out.col_pitch + byte] = 0;
-                    }
-                }
+                zero_row(args.outputs[i], row);
+            }
+            if (lane == 0) {
+                clear_origin(args, row);
             }
         }
+    }
+    uint64_t thread = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x;
+    for (uint64_t row = view.header->num_rows + thread; wants_origin(args) && row < args.capacity;
+         row += gridDim.x * uint64_t(blockDim.x)) {
+        clear_origin(args, row);
     }
 }
 
@@ -388,10 +131,16 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
     if (ok) {
         if (threadIdx.x == 0) {
             plan_stages(args, shared);
+            plan_messages(args, signature, shared.incoming);
         }
         __syncthreads();
-        fill_padding(args, view);
-        send_tokens(ctx, args, view, shared, stages);
+        uint32_t num_senders = shared.incoming.used() ? kSenderWarps : EP_DISPATCH_WARPS;
+        fill_gaps(args, view);
+        if (threadIdx.x / 32 < num_senders) {
+            send_tokens(ctx, args, view, shared, stages);
+        } else {
+            receive_messages(ctx, args, view, shared, stages);
+        }
     }
     if (is_last_block(ctx)) {
         finish_dispatch(ctx, args, view, ctx.lane->verdict == EP_CUDA_VERDICT_OK && ok);

@@ -126,6 +126,7 @@ __device__ inline void close_call(const Context &ctx)
     __syncthreads();
     if (threadIdx.x == 0) {
         ctx.lane->ticket = 0;
+        ctx.lane->taken = 0;
         ctx.lane->done = 0;
         ctx.lane->opened = 0;
         ctx.lane->verdict = EP_CUDA_VERDICT_OK;
