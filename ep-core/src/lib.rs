@@ -20,6 +20,7 @@ pub mod layout;
 pub mod mem;
 pub mod perturb;
 pub mod plan;
+pub mod proto;
 pub mod tensor;
 pub mod wire;
 
