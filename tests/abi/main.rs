@@ -4,5 +4,7 @@
 mod compile;
 mod header;
 mod layout;
+mod misuse;
 mod parity;
+mod programs;
 mod symbols;
