@@ -4,6 +4,7 @@
 mod compile;
 mod header;
 mod layout;
+mod lifetime;
 mod misuse;
 mod parity;
 mod programs;

@@ -2,7 +2,7 @@
 
 mod combine;
 mod dispatch;
-mod fixture;
+pub(crate) mod fixture;
 mod group;
 mod handles;
 mod plan;
