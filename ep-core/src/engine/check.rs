@@ -49,6 +49,14 @@ fn expect_contiguous(tensor: &Tensor, name: &str) -> Result<()> {
 const PLAN_TOKENS: &str = "the tokens of the plan's last update";
 const CAPACITY: &str = "the rows of the payload outputs";
 
+/// Payloads in error texts; written out, since a dispatch allocates nothing.
+const PAYLOAD_NAMES: [(&str, &str); MAX_PAYLOADS] = [
+    ("inputs.payloads[0]", "outputs.payloads[0]"),
+    ("inputs.payloads[1]", "outputs.payloads[1]"),
+    ("inputs.payloads[2]", "outputs.payloads[2]"),
+    ("inputs.payloads[3]", "outputs.payloads[3]"),
+];
+
 /// Checks a dispatch. `tokens` is None while the plan's update is queued; the call checks them when it runs.
 ///
 /// # Errors
@@ -72,15 +80,15 @@ pub(super) fn dispatch(
     let (mut from, mut to) = ([None; MAX_PAYLOADS], [None; MAX_PAYLOADS]);
     let mut capacity = 0;
     for i in 0..count {
-        let (name_in, name_out) = (format!("inputs.payloads[{i}]"), format!("outputs.payloads[{i}]"));
-        let input = inputs.payloads[i].check(&name_in)?;
-        let output = outputs.payloads[i].check(&name_out)?;
-        expect_rows(&input, &name_in, rows)?;
+        let (name_in, name_out) = PAYLOAD_NAMES[i];
+        let input = inputs.payloads[i].check(name_in)?;
+        let output = outputs.payloads[i].check(name_out)?;
+        expect_rows(&input, name_in, rows)?;
         if i == 0 {
             capacity = output.rows;
         }
         let same_rows = Some((capacity, "those of outputs.payloads[0]"));
-        expect(&output, &name_out, input.dtype, input.cols, same_rows)?;
+        expect(&output, name_out, input.dtype, input.cols, same_rows)?;
         (from[i], to[i]) = (Some(input), Some(output));
     }
     let topk_weights = optional(&inputs.topk_weights, "inputs.topk_weights")?;

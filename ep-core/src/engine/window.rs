@@ -106,10 +106,26 @@ fn make_part(group: &Group, bytes: usize) -> Result<(Option<Arc<Mapping>>, Segme
     if bytes == 0 {
         return Ok((None, SegmentId::default()));
     }
+    // A memfd promises any size; the process that then touches more than there is gets killed.
+    let available = memory_of_machine();
+    if bytes as u64 > available {
+        return Err(Error::new(
+            Status::OutOfMemory,
+            format!("a window of {bytes} bytes is more than the {available} bytes of this machine's memory"),
+        ));
+    }
     let part = Arc::new(Mapping::create(bytes)?);
     part.populate();
     let segment = publish(&part)?;
     Ok((Some(part), segment))
+}
+
+/// Bytes of memory and swap, used or not.
+fn memory_of_machine() -> u64 {
+    let info = rustix::system::sysinfo();
+    // The types of the fields differ between targets.
+    #[allow(clippy::unnecessary_cast)]
+    (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(info.mem_unit.into())
 }
 
 /// First byte of a rank's answer: its size and segment follow, or why it has none.
