@@ -9,6 +9,7 @@
 //! | [`mem`] | shared memory and the words in it |
 //! | [`host`] | the host device: the stages of a call, over shared memory |
 //! | [`engine`] | groups, windows, plans and streams: the Rust API |
+//! | [`reference`](mod@reference) | the oracle of dispatch and combine |
 //! | [`perturb`] | seeded delays and failures, for tests |
 
 pub mod bootstrap;
@@ -20,6 +21,7 @@ pub mod layout;
 pub mod mem;
 pub mod perturb;
 pub mod plan;
+pub mod reference;
 pub mod tensor;
 pub mod wire;
 
