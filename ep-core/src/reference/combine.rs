@@ -20,9 +20,9 @@ pub struct CombineCase<'a> {
     pub rows: &'a [Vec<u8>],
     /// Per rank, a weight per row and slot (flat) or per row (expert-major).
     pub row_weights: Option<&'a [Vec<f32>]>,
-    /// Per rank, `tokens * topk` factors; None: 1. Expert-major only.
-    pub topk_weights: Option<&'a [Vec<f32>]>,
-    /// Up to two, each per rank `tokens` rows.
+    /// Per rank, `tokens * topk` factors, or None: 1. Expert-major only. Empty: None on every rank.
+    pub topk_weights: &'a [Option<Vec<f32>>],
+    /// Per rank, up to two biases of `tokens` rows. Empty: none on any rank.
     pub bias: &'a [Vec<Vec<u8>>],
     /// The order of the sum.
     pub order: ReduceOrder,
@@ -84,7 +84,8 @@ fn terms(case: &CombineCase, places: &[HashMap<Source, usize>], rank: usize, tok
             .filter_map(|slot| {
                 let (at, _) = routing.owner(routing.expert(rank, token, slot)?);
                 let row = *places[at].get(&Source { rank, token, slot: Some(slot) })?;
-                let factor = case.topk_weights.map_or(1.0, |all| all[rank][token * routing.topk + slot]);
+                let weights = case.topk_weights.get(rank).and_then(Option::as_ref);
+                let factor = weights.map_or(1.0, |weights| weights[token * routing.topk + slot]);
                 Some(Term { rank: at, row, factor: Some(factor) })
             })
             .collect(),
@@ -95,10 +96,10 @@ fn terms(case: &CombineCase, places: &[HashMap<Source, usize>], rank: usize, tok
 fn token_sum(case: &CombineCase, places: &[HashMap<Source, usize>], rank: usize, token: usize) -> Vec<u8> {
     let row_bytes = case.cols * case.dtype.bytes();
     let row_of = |rows: &[u8], row: usize| decode(case.dtype, &rows[row * row_bytes..][..row_bytes]);
-    let mut sum = match case.bias {
+    let mut sum = match case.bias.get(rank).map_or(&[][..], Vec::as_slice) {
         [] => vec![0.0; case.cols],
-        [only] => row_of(&only[rank], token),
-        [first, second] => add(row_of(&first[rank], token), &row_of(&second[rank], token)),
+        [only] => row_of(only, token),
+        [first, second] => add(row_of(first, token), &row_of(second, token)),
         more => panic!("{} biases, at most 2", more.len()),
     };
     let terms = terms(case, places, rank, token);
@@ -211,7 +212,7 @@ mod tests {
             cols: 1,
             rows,
             row_weights: None,
-            topk_weights: None,
+            topk_weights: &[],
             bias: &[],
             order: if routing.layout == Layout::Flat { ReduceOrder::Rank } else { ReduceOrder::TopkSlot },
             wire_bf16: false,
@@ -248,8 +249,8 @@ mod tests {
         let routing = small(Layout::ExpertMajor, 4);
         let nan = f32::NAN;
         let rows = [bytes(&[1.0, 2.0, nan, nan, 4.0, 8.0, nan, nan]), bytes(&[16.0, nan, nan, nan])];
-        let weights = [vec![0.5, 3.0, 1.0, -1.0], vec![10.0, 99.0]];
-        let out = combine(&CombineCase { topk_weights: Some(&weights), ..case(&routing, &rows) });
+        let weights = [Some(vec![0.5, 3.0, 1.0, -1.0]), Some(vec![10.0, 99.0])];
+        let out = combine(&CombineCase { topk_weights: &weights, ..case(&routing, &rows) });
         assert_eq!(numbers(&out[0].combined), [16.0 * 0.5 + 3.0, 4.0 - 8.0]);
         assert_eq!(numbers(&out[1].combined), [20.0]);
     }
@@ -279,14 +280,14 @@ mod tests {
     #[test]
     fn the_sum_starts_from_the_biases() {
         let routing = one_token(&[-1], &[0], Layout::ExpertMajor);
-        let big = vec![bytes(&[1e8])];
-        let small = vec![bytes(&[-0.0])];
-        let start = |bias: &[Vec<Vec<u8>>]| {
-            numbers(&combine(&CombineCase { bias, ..case(&routing, &[Vec::new()]) })[0].combined)[0].to_bits()
+        let minus_zero = bytes(&[-0.0]);
+        let start = |bias: Vec<Vec<u8>>| {
+            let out = combine(&CombineCase { bias: &[bias], ..case(&routing, &[Vec::new()]) });
+            numbers(&out[0].combined)[0].to_bits()
         };
-        assert_eq!(start(&[]), 0f32.to_bits());
-        assert_eq!(start(std::slice::from_ref(&small)), (-0f32).to_bits(), "one bias is not added to zero");
-        assert_eq!(start(&[big.clone(), vec![bytes(&[1.0])]]), (1e8f32 + 1.0).to_bits());
+        assert_eq!(start(vec![]), 0f32.to_bits());
+        assert_eq!(start(vec![minus_zero]), (-0f32).to_bits(), "one bias is not added to zero");
+        assert_eq!(start(vec![bytes(&[1e8]), bytes(&[3.0])]), (1e8f32 + 3.0).to_bits());
     }
 
     #[test]
@@ -305,7 +306,7 @@ mod tests {
         // Both slots are on rank 1, whose partial 1 + 2^-24 rounds to 1.
         let routing = one_token(&[1, 1], &[0, 1], Layout::ExpertMajor);
         let rows = [Vec::new(), bytes(&[1.0, 2f32.powi(-24)])];
-        let bias = [vec![bytes(&[-1.0]), Vec::new()]];
+        let bias = [vec![bytes(&[-1.0])], Vec::new()];
         let run = |order| {
             numbers(&combine(&CombineCase { order, bias: &bias, ..case(&routing, &rows) })[0].combined)[0]
         };
@@ -319,9 +320,8 @@ mod tests {
         let x = 1.0 + f32::EPSILON;
         let bias = [vec![bytes(&[-(x * x)])]];
         let rows = [bytes(&[x])];
-        let weights = [vec![x]];
-        let out =
-            combine(&CombineCase { bias: &bias, topk_weights: Some(&weights), ..case(&routing, &rows) });
+        let weights = [Some(vec![x])];
+        let out = combine(&CombineCase { bias: &bias, topk_weights: &weights, ..case(&routing, &rows) });
         assert_eq!(numbers(&out[0].combined), [f32::EPSILON * f32::EPSILON]);
     }
 
@@ -354,7 +354,7 @@ mod tests {
     #[test]
     fn a_rank_without_a_term_leaves_minus_zero_alone() {
         let routing = one_token(&[1], &[0, 1], Layout::ExpertMajor);
-        let bias = [vec![bytes(&[-0.0]), Vec::new()]];
+        let bias = [vec![bytes(&[-0.0])], Vec::new()];
         for order in [ReduceOrder::TopkSlot, ReduceOrder::Rank, ReduceOrder::NodeRank] {
             let sum = |rows: &[Vec<u8>]| {
                 let out = combine(&CombineCase { order, bias: &bias, ..case(&routing, rows) });
