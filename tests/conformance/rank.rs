@@ -152,8 +152,10 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     let mut runs = Vec::new();
     for (index, case) in job.cases.iter().enumerate() {
-        let Some(member) = &members[case.group] else { continue };
-        match Run::new(case, member, index) {
+        if members[case.group].is_none() {
+            continue;
+        }
+        match Run::new(case, members, index) {
             Ok(run) => runs.push(run),
             Err(text) => return vec![Trouble::Broken(text)],
         }

@@ -25,6 +25,8 @@ struct Pending<'d> {
 pub struct Run<'a> {
     pub case: &'a Case,
     member: &'a Member<'a>,
+    /// The rank's memberships in other groups, whose windows are ordinary memory to this one.
+    others: Vec<&'a Member<'a>>,
     index: usize,
     plan: *mut EpPlan,
     plan_memory: Option<Region<'a>>,
@@ -35,7 +37,13 @@ pub struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Creates the plan.
-    pub fn new(case: &'a Case, member: &'a Member<'a>, index: usize) -> Result<Run<'a>, String> {
+    pub fn new(case: &'a Case, members: &'a [Option<Member<'a>>], index: usize) -> Result<Run<'a>, String> {
+        let member = members[case.group].as_ref().ok_or("not a member of the case's group")?;
+        let others = members
+            .iter()
+            .enumerate()
+            .filter(|(group, _)| *group != case.group)
+            .filter_map(|(_, m)| m.as_ref());
         let routing = case.first_routing();
         let experts: Vec<u32> = routing.experts_per_rank.iter().map(|&count| count as u32).collect();
         let config = EpPlanConfig {
@@ -68,7 +76,8 @@ impl<'a> Run<'a> {
         let status = unsafe { ep_plan_create(member.group, &config, memory.cast(), memory_bytes, &mut plan) };
         expect_ok(status, "ep_plan_create")?;
         let stream = if case.streamed { member.device.stream_create() } else { null_mut() };
-        Ok(Run { case, member, index, plan, plan_memory, stream, next: 0, pending: Vec::new() })
+        let others = others.collect();
+        Ok(Run { case, member, others, index, plan, plan_memory, stream, next: 0, pending: Vec::new() })
     }
 
     /// The rank in the case's group.
@@ -167,6 +176,13 @@ impl<'a> Run<'a> {
         Region::new(self.member.device, name, matrix, place)
     }
 
+    /// A place in a window, of this group or now and then of another, if there is room and luck.
+    fn window_place(&self, rng: &mut Rng, matrix: &Matrix) -> Option<*mut u8> {
+        let foreign = !self.others.is_empty() && rng.once_in(6);
+        let member = if foreign { rng.pick(&self.others) } else { self.member };
+        member.window_place(rng, matrix.region_bytes())
+    }
+
     fn issue_update(
         &self,
         op: &UpdateOp,
@@ -250,7 +266,7 @@ impl<'a> Run<'a> {
             regions.push(region);
             let matrix = payload_strides(rng, spec, expected.capacity);
             let in_window = windows == 0 || windows == 1 && rng.once_in(2);
-            let place = if in_window { self.member.window_place(rng, matrix.region_bytes()) } else { None };
+            let place = if in_window { self.window_place(rng, &matrix) } else { None };
             let name = format!("payload {at}{}", if place.is_some() { " (in a window)" } else { "" });
             let region = self.region(&name, matrix, place).expect(&expected.payloads[at]);
             outputs.payloads[at] = region.tensor();
@@ -339,7 +355,7 @@ impl<'a> Run<'a> {
             combined_weights: RawTensor::NONE,
         };
         let matrix = row_strides(rng, op.dtype, num_rows, op.cols);
-        let place = rng.once_in(2).then(|| self.member.window_place(rng, matrix.region_bytes())).flatten();
+        let place = rng.once_in(2).then(|| self.window_place(rng, &matrix)).flatten();
         let name = if place.is_some() { "rows (in a window)" } else { "rows" };
         let region = self.region(name, matrix, place).fill(&op.rows[rank]);
         inputs.rows = region.tensor();
@@ -347,8 +363,7 @@ impl<'a> Run<'a> {
         let width = if routing.layout == Layout::Flat { routing.topk } else { 1 };
         if let Some(weights) = &op.row_weights {
             let matrix = Matrix::contiguous(Dtype::F32, num_rows, width);
-            let place =
-                rng.once_in(3).then(|| self.member.window_place(rng, matrix.region_bytes())).flatten();
+            let place = rng.once_in(3).then(|| self.window_place(rng, &matrix)).flatten();
             let region = self.region("row_weights", matrix, place).fill(&float_bytes(&weights[rank]));
             inputs.row_weights = region.tensor();
             regions.push(region);
