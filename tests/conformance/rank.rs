@@ -1,11 +1,13 @@
 //! What one rank does for a job, and how it checks what it finds.
 
 use std::cell::Cell;
+use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use ep::capi::*;
 
 use crate::abi::{expect_ok, size_of};
+use crate::case::Case;
 use crate::job::{Job, Schedule};
 use crate::memory::Device;
 use crate::rng::Rng;
@@ -149,13 +151,12 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
     for member in members.iter().flatten() {
         member.reset_windows();
     }
+    let mut streams = Streams { of_lane: Vec::new() };
     let mut troubles = Vec::new();
     let mut runs = Vec::new();
     for (index, case) in job.cases.iter().enumerate() {
-        if members[case.group].is_none() {
-            continue;
-        }
-        match Run::new(case, members, index) {
+        let Some(member) = &members[case.group] else { continue };
+        match Run::new(case, members, index, streams.of(member, case)) {
             Ok(run) => runs.push(run),
             Err(text) => return vec![Trouble::Broken(text)],
         }
@@ -169,12 +170,43 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
         troubles.push(Trouble::Broken(text));
         members.iter().flatten().for_each(Member::abort);
     }
+    // The streams end first: what they run uses the plans and the memory of the runs.
+    drop(streams);
     for run in runs {
         if let Err(text) = run.end() {
             troubles.push(Trouble::Wrong(text));
         }
     }
     troubles
+}
+
+/// The streams of a job: one for each lane of a group, as the calls of a lane need an order.
+struct Streams<'d> {
+    of_lane: Vec<(usize, u32, &'d dyn Device, *mut c_void)>,
+}
+
+impl<'d> Streams<'d> {
+    /// The stream of a case; NULL if it has none.
+    fn of(&mut self, member: &Member<'d>, case: &Case) -> *mut c_void {
+        if !case.streamed {
+            return null_mut();
+        }
+        let known = self.of_lane.iter().find(|(group, lane, ..)| (*group, *lane) == (case.group, case.lane));
+        if let Some((.., stream)) = known {
+            return *stream;
+        }
+        let stream = member.device.stream_create();
+        self.of_lane.push((case.group, case.lane, member.device, stream));
+        stream
+    }
+}
+
+impl Drop for Streams<'_> {
+    fn drop(&mut self) {
+        for (_, _, device, stream) in &self.of_lane {
+            device.stream_destroy(*stream);
+        }
+    }
 }
 
 fn interleave(runs: &mut [Run], troubles: &mut Vec<Trouble>) -> Result<(), String> {

@@ -37,7 +37,12 @@ pub struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Creates the plan.
-    pub fn new(case: &'a Case, members: &'a [Option<Member<'a>>], index: usize) -> Result<Run<'a>, String> {
+    pub fn new(
+        case: &'a Case,
+        members: &'a [Option<Member<'a>>],
+        index: usize,
+        stream: *mut c_void,
+    ) -> Result<Run<'a>, String> {
         let member = members[case.group].as_ref().ok_or("not a member of the case's group")?;
         let others = members
             .iter()
@@ -75,7 +80,6 @@ impl<'a> Run<'a> {
         // SAFETY: the memory stays until the plan is destroyed; the rest outlives the call.
         let status = unsafe { ep_plan_create(member.group, &config, memory.cast(), memory_bytes, &mut plan) };
         expect_ok(status, "ep_plan_create")?;
-        let stream = if case.streamed { member.device.stream_create() } else { null_mut() };
         let others = others.collect();
         Ok(Run { case, member, others, index, plan, plan_memory, stream, next: 0, pending: Vec::new() })
     }
@@ -164,9 +168,6 @@ impl<'a> Run<'a> {
 
     /// Destroys the plan and looks at what lies around its memory.
     pub fn end(self) -> Result<(), String> {
-        if !self.stream.is_null() {
-            self.member.device.stream_destroy(self.stream);
-        }
         // SAFETY: no call is in progress and the plan is not used afterwards.
         expect_ok(unsafe { ep_plan_destroy(self.plan) }, "ep_plan_destroy")?;
         self.plan_memory.map_or(Ok(()), |mut memory| memory.check_guards())
