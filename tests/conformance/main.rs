@@ -20,6 +20,7 @@ mod memory;
 mod rank;
 mod rng;
 mod run;
+mod stats;
 mod strides;
 mod trace;
 mod world;
@@ -89,6 +90,18 @@ fn groups_of_different_members_at_the_same_time() {
 #[test]
 fn recorded_routing() {
     run_all(&HostThreads, &jobs(Kind::Trace, job::TRACE_TURNS));
+}
+
+#[test]
+#[ignore = "the library takes payloads that lie between each other's rows for overlapping ones"]
+fn payloads_side_by_side_in_records() {
+    run_all(&HostThreads, &jobs(Kind::Records, 24));
+}
+
+#[test]
+#[ignore = "rows_received and bytes_combined count rows that were dropped"]
+fn stats_of_dropped_rows() {
+    run_all(&HostThreads, &jobs(Kind::Stats, 40));
 }
 
 #[test]
