@@ -1,0 +1,128 @@
+//! Conformance: every call of the C ABI against the reference, bit for bit.
+//!
+//! A *job* is made from its id (`kind:seed`) alone: [`job`] says what kinds there are, [`generate`] makes
+//! the data and, with `ep_core::reference`, all expected outputs. A *cell* runs jobs: ranks as threads or
+//! as processes ([`cell`]). What a rank does with a job is the same in each ([`rank`]). Outputs are
+//! poisoned first and every byte is compared, also those that must not change ([`memory`]).
+//!
+//! `EP_TEST_SEED=kind:seed` runs one job only; `EP_TEST_CASES` is the number of random jobs (400) and scales
+//! the other kinds with them.
+
+#![expect(unreachable_pub, reason = "a test binary exports nothing")]
+
+mod abi;
+mod case;
+mod cell;
+mod generate;
+mod invariants;
+mod job;
+mod memory;
+mod rank;
+mod rng;
+mod run;
+mod stats;
+mod strides;
+mod trace;
+mod world;
+
+use cell::processes::{HostProcesses, Meeting, worker};
+use cell::run_all;
+use cell::threads::HostThreads;
+use job::{JobId, Kind};
+
+/// Random jobs of a default run.
+const RANDOM_JOBS: usize = 400;
+
+/// `count` jobs of a kind in a default run, more or fewer as the environment says.
+fn jobs(kind: Kind, count: usize) -> Vec<JobId> {
+    if let Ok(text) = std::env::var("EP_TEST_SEED") {
+        let id: JobId = text.parse().unwrap_or_else(|e| panic!("EP_TEST_SEED: {e}"));
+        return if id.kind == kind { vec![id] } else { Vec::new() };
+    }
+    let random = match std::env::var("EP_TEST_CASES") {
+        Ok(text) => text.parse().unwrap_or_else(|e| panic!("EP_TEST_CASES: {e}")),
+        Err(_) => RANDOM_JOBS,
+    };
+    let count = (count * random).div_ceil(RANDOM_JOBS);
+    (1..=count as u64).map(|seed| JobId { kind, seed }).collect()
+}
+
+#[test]
+fn random_cases() {
+    run_all(&HostThreads, &jobs(Kind::Random, RANDOM_JOBS));
+}
+
+#[test]
+fn patterns_in_every_world() {
+    run_all(&HostThreads, &jobs(Kind::Pattern, job::PATTERN_TURNS));
+}
+
+#[test]
+fn orders_dtypes_and_wires() {
+    run_all(&HostThreads, &jobs(Kind::Order, 2 * job::ORDER_TURNS));
+}
+
+#[test]
+fn payload_sets() {
+    run_all(&HostThreads, &jobs(Kind::Payload, 3 * job::PAYLOAD_TURNS));
+}
+
+#[test]
+fn rows_larger_than_the_rings() {
+    run_all(&HostThreads, &jobs(Kind::Large, 12));
+}
+
+#[test]
+fn several_plans_alive_in_one_lane() {
+    run_all(&HostThreads, &jobs(Kind::Plans, 36));
+}
+
+#[test]
+fn two_lanes_on_two_streams_in_each_ranks_own_order() {
+    run_all(&HostThreads, &jobs(Kind::Lanes, 60));
+}
+
+#[test]
+fn groups_of_different_members_at_the_same_time() {
+    run_all(&HostThreads, &jobs(Kind::Groups, 48));
+}
+
+#[test]
+fn recorded_routing() {
+    run_all(&HostThreads, &jobs(Kind::Trace, job::TRACE_TURNS));
+}
+
+#[test]
+#[ignore = "the library takes payloads that lie between each other's rows for overlapping ones"]
+fn payloads_side_by_side_in_records() {
+    run_all(&HostThreads, &jobs(Kind::Records, 24));
+}
+
+#[test]
+#[ignore = "rows_received and bytes_combined count rows that were dropped"]
+fn stats_of_dropped_rows() {
+    run_all(&HostThreads, &jobs(Kind::Stats, 40));
+}
+
+#[test]
+fn processes_that_meet_through_a_file() {
+    let mut all = jobs(Kind::Random, 48);
+    all.extend(jobs(Kind::Groups, 8));
+    all.extend(jobs(Kind::Lanes, 12));
+    all.extend(jobs(Kind::Large, 2));
+    run_all(&HostProcesses { meeting: Meeting::File }, &all);
+}
+
+#[test]
+fn processes_that_meet_through_an_id() {
+    let mut all = jobs(Kind::Payload, 12);
+    all.extend(jobs(Kind::Groups, 4));
+    all.extend(jobs(Kind::Trace, 3));
+    run_all(&HostProcesses { meeting: Meeting::UniqueId }, &all);
+}
+
+/// Not a test: the entry of the processes of the process cell.
+#[test]
+fn worker_of_the_process_cell() {
+    worker();
+}
