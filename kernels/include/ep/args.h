@@ -112,8 +112,9 @@ typedef struct ep_cuda_plan {
     uint64_t base;         /* uint32 [num_ranks][1 + num_local] */
     uint64_t expert_rows;  /* uint32 [num_local] */
     uint64_t expert_start; /* uint32 [num_local + 1] */
-    /* Pinned, mapped: uint64 epoch, then int64 num_rows, num_recv_tokens, rows_per_expert[num_local],
-     * rows_per_source[num_ranks]. The epoch is release-stored last; ~0 means that the update failed. */
+    /* Pinned, mapped: uint64 sequence of the update, then int64 num_rows, num_recv_tokens,
+     * rows_per_expert[num_local], rows_per_source[num_ranks]. The sequence is release-stored last; with bit 63
+     * set it says that the update failed. */
     uint64_t host_counts;
 } ep_cuda_plan_t;
 
@@ -135,7 +136,7 @@ typedef struct ep_cuda_plan_args {
     uint32_t num_tokens;
     uint32_t num_chunks;   /* at most EP_CUDA_MAX_CHUNKS; chunk c has tokens c * chunk_tokens ... */
     uint32_t chunk_tokens;
-    uint32_t reserved;
+    uint32_t sequence; /* of the plan's updates, from 1 */
 } ep_cuda_plan_args_t;
 
 /* dispatch. */

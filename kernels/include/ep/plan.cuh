@@ -316,7 +316,7 @@ __device__ inline void place_rows(const Context &ctx, const ep_cuda_plan_args_t 
     if (threadIdx.x == 0) {
         view.header->epoch = ctx.epoch;
         // Release: pairs with the host's acquire in `counts`; publishes the counts.
-        st_release_sys(reinterpret_cast<uint64_t *>(host), ctx.epoch);
+        st_release_sys(reinterpret_cast<uint64_t *>(host), uint64_t(args.sequence));
     }
 }
 
@@ -342,7 +342,7 @@ __device__ inline void place_and_exchange(const ep_cuda_plan_args_t &args, uint3
             place_rows(ctx, args, view);
         } else if (threadIdx.x == 0) {
             view.header->epoch = 0;
-            st_release_sys(reinterpret_cast<uint64_t *>(args.plan.host_counts), ~0ull);
+            st_release_sys(reinterpret_cast<uint64_t *>(args.plan.host_counts), uint64_t(args.sequence) | 1ull << 63);
         }
     }
     if (is_last_block(ctx)) {
