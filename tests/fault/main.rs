@@ -1,0 +1,18 @@
+//! Faults and resources: ranks that die, hang, come late or disagree, and what calls may cost and leave.
+//!
+//! | module | shows |
+//! |---|---|
+//! | `killed` | processes that die at any point: every survivor names them at once |
+//!
+//! `work` is a workload with its expected results, derived from seeds alone. `threads` and `process` run
+//! ranks as threads and as processes; a test that needs processes runs this binary again. `scene` is one
+//! group of processes of which one comes to harm.
+
+mod alloc;
+mod process;
+mod rng;
+mod scene;
+mod threads;
+mod work;
+
+mod killed;
