@@ -2,7 +2,7 @@
 //!
 //! | module | shows |
 //! |---|---|
-//! | `killed` | processes that die at any point: every survivor names them at once |
+//! | `killed`, `stopped` | processes that die or hang at any point: every survivor names them in time |
 //!
 //! `work` is a workload with its expected results, derived from seeds alone. `threads` and `process` run
 //! ranks as threads and as processes; a test that needs processes runs this binary again. `scene` is one
@@ -16,3 +16,4 @@ mod threads;
 mod work;
 
 mod killed;
+mod stopped;

@@ -120,6 +120,7 @@ pub(crate) fn combine(
             break;
         }
         if progress {
+            exchange.check_deadline("its tokens")?;
             exchange.progressed();
         } else {
             exchange.wait(bell, |exchange| owner.missing(exchange))?;
@@ -233,7 +234,6 @@ impl<'a> Owner<'a> {
 
     /// Adds tokens until rows are missing, or it is the server's turn.
     fn fetch(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        exchange.check_deadline("its own tokens")?;
         if exchange.mismatched() {
             return self.say_done(exchange);
         }

@@ -197,7 +197,8 @@ impl<'a> Exchange<'a> {
         head
     }
 
-    /// Gives up if the deadline has passed: a call that is never idle must end too.
+    /// Gives up if the deadline has passed although something moved: a call that is never idle must end
+    /// too. One that is idle gives up in [`Exchange::wait`], which knows whom it waits for.
     ///
     /// # Errors
     /// [`Status::Timeout`].
