@@ -435,9 +435,12 @@ impl<'a> Owner<'a> {
         if unknown.count > 0 {
             return unknown;
         }
-        let ringed = |rank: usize| self.peers[rank].rows.is_none() && !self.peers[rank].arrived;
-        let pieces = Missing::among(num_ranks, "rows through the ring", ringed);
-        if pieces.count > 0 && self.token < self.combine.num_tokens {
+        let absent = |rank: usize| {
+            let peer = &self.peers[rank];
+            self.opened && peer.rows_of_token > 0 && peer.rows.is_none() && peer.piece.is_none()
+        };
+        let pieces = Missing::among(num_ranks, "rows through the ring", absent);
+        if pieces.count > 0 {
             return pieces;
         }
         Missing::among(num_ranks, "the end of its reading", |rank| {
