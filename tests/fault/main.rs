@@ -16,4 +16,5 @@ mod threads;
 mod work;
 
 mod killed;
+mod steps;
 mod stopped;

@@ -7,6 +7,7 @@ use ep_core::Status;
 use ep_core::config::Layout;
 
 use crate::process::role;
+use crate::rng::Rng;
 use crate::scene::{Op, Scene, Stage, check_reports, play};
 use crate::work::Place;
 
@@ -55,5 +56,37 @@ fn rank_stopped_before_a_call_is_named_at_the_deadline() {
             stage.victim().signal(libc::SIGSTOP);
             check_and_wake(stage, Instant::now());
         }
+    }
+}
+#[test]
+fn rank_stopped_at_any_moment_is_named_at_the_deadline() {
+    if let Some(role) = role() {
+        return play(&role);
+    }
+    check_random_stops("stopped::rank_stopped_at_any_moment_is_named_at_the_deadline", 8);
+}
+
+#[test]
+#[ignore = "slow: run with EP_TEST_SLOW=1"]
+fn slow_rank_stopped_at_any_moment_is_named_at_the_deadline() {
+    if let Some(role) = role() {
+        return play(&role);
+    }
+    check_random_stops("stopped::slow_rank_stopped_at_any_moment_is_named_at_the_deadline", 200);
+}
+
+fn check_random_stops(test: &str, times: u64) {
+    for seed in 0..times {
+        let mut rng = Rng::new(seed);
+        let layout = [Layout::Flat, Layout::ExpertMajor][rng.below(2)];
+        let place = [Place::Window, Place::Ring][rng.below(2)];
+        let scene = Scene { victim: rng.below(4), timeout: TIMEOUT, ..Scene::new(place, layout) };
+        let mut stage = Stage::new(test, scene);
+        for rank in 0..4 {
+            stage.rank(rank).await_line("round");
+        }
+        std::thread::sleep(Duration::from_micros(rng.below(40_000) as u64));
+        stage.victim().signal(libc::SIGSTOP);
+        check_and_wake(stage, Instant::now());
     }
 }
