@@ -16,5 +16,6 @@ mod threads;
 mod work;
 
 mod killed;
+mod residue;
 mod steps;
 mod stopped;

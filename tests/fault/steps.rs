@@ -70,7 +70,11 @@ fn check(shape: Shape, victim: usize, step: u64, then: Then) -> bool {
         Ok(()) => false,
     };
     for (rank, outcome) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-        assert!(outcome.waited < TIMEOUT + Duration::from_secs(1), "rank {rank}: {:?}: {what}", outcome.waited);
+        assert!(
+            outcome.waited < TIMEOUT + Duration::from_secs(1),
+            "rank {rank}: {:?}: {what}",
+            outcome.waited
+        );
         let Err(error) = &outcome.result else {
             // All that it needed was there.
             continue;
@@ -88,7 +92,8 @@ fn check_every_step(shape: Shape, victim: usize, then: Then) {
     let mut first = 1;
     loop {
         let stopped: Vec<bool> = thread::scope(|scope| {
-            let steps = (first..first + AT_ONCE).map(|step| scope.spawn(move || check(shape, victim, step, then)));
+            let steps =
+                (first..first + AT_ONCE).map(|step| scope.spawn(move || check(shape, victim, step, then)));
             let steps: Vec<_> = steps.collect();
             steps.into_iter().map(|step| step.join().expect("the step's checks pass")).collect()
         });
