@@ -16,6 +16,8 @@ mod threads;
 mod work;
 
 mod killed;
+mod many;
+mod perturbed;
 mod residue;
 mod steps;
 mod stopped;
