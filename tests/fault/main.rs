@@ -17,6 +17,7 @@ mod work;
 
 mod killed;
 mod many;
+mod mismatch;
 mod perturbed;
 mod residue;
 mod steps;

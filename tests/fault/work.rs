@@ -189,6 +189,8 @@ pub(crate) struct Member {
     num_rows: Vec<i64>,
     /// Ask for each row's origin, which then comes through the ring.
     pub(crate) origins: bool,
+    /// Columns that calls leave out, for a rank that disagrees with the others.
+    pub(crate) fewer_cols: usize,
 }
 
 impl Member {
@@ -216,6 +218,7 @@ impl Member {
             src_token: vec![0; shape.capacity()],
             num_rows: vec![0; 1],
             origins: true,
+            fewer_cols: 0,
             shape,
         })
     }
@@ -259,12 +262,12 @@ impl Member {
 
     pub(crate) fn dispatch(&mut self, stream: Option<&Stream>) -> Result<()> {
         let (shape, tokens, origins) = (self.shape, self.tokens, self.origins);
+        let cols = shape.cols - self.fewer_cols;
         let rows = self.rows().as_mut_ptr().cast();
         let mut inputs = DispatchInputs { num_payloads: 1, ..DispatchInputs::default() };
-        inputs.payloads[0] =
-            RawTensor::contiguous(self.input.as_mut_ptr().cast(), Dtype::F32, tokens, shape.cols);
+        inputs.payloads[0] = RawTensor::contiguous(self.input.as_mut_ptr().cast(), Dtype::F32, tokens, cols);
         let mut outputs = DispatchOutputs { num_payloads: 1, ..DispatchOutputs::default() };
-        outputs.payloads[0] = RawTensor::contiguous(rows, Dtype::F32, shape.capacity(), shape.cols);
+        outputs.payloads[0] = RawTensor::contiguous(rows, Dtype::F32, shape.capacity(), cols);
         outputs.num_rows = self.num_rows.as_mut_ptr();
         if origins {
             outputs.src_rank = self.src_rank.as_mut_ptr();
@@ -276,10 +279,10 @@ impl Member {
 
     pub(crate) fn combine(&mut self, stream: Option<&Stream>) -> Result<()> {
         let (shape, tokens) = (self.shape, self.tokens);
+        let cols = shape.cols - self.fewer_cols;
         let rows = self.rows().as_mut_ptr().cast();
-        let rows = RawTensor::contiguous(rows, Dtype::F32, shape.capacity(), shape.cols);
-        let combined =
-            RawTensor::contiguous(self.combined.as_mut_ptr().cast(), Dtype::F32, tokens, shape.cols);
+        let rows = RawTensor::contiguous(rows, Dtype::F32, shape.capacity(), cols);
+        let combined = RawTensor::contiguous(self.combined.as_mut_ptr().cast(), Dtype::F32, tokens, cols);
         let inputs = CombineInputs { rows, ..CombineInputs::default() };
         let outputs = CombineOutputs { combined, ..CombineOutputs::default() };
         // SAFETY: as above.
