@@ -15,7 +15,10 @@ mod scene;
 mod threads;
 mod work;
 
+mod abort;
+mod ending;
 mod killed;
+mod lanes;
 mod many;
 mod mismatch;
 mod perturbed;

@@ -253,6 +253,13 @@ impl Member {
         self.rows().fill(f32::NAN);
     }
 
+    /// Gives the next update an expert that does not exist.
+    pub(crate) fn spoil_ids(&mut self) {
+        self.tokens = self.tokens.max(1);
+        self.ids.resize(self.tokens * self.shape.topk, -1);
+        self.ids[0] = self.shape.num_experts as i32;
+    }
+
     pub(crate) fn update(&mut self, stream: Option<&Stream>) -> Result<()> {
         let ids = self.ids.as_mut_ptr().cast();
         let ids = RawTensor::contiguous(ids, Dtype::I32, self.tokens, self.shape.topk);
