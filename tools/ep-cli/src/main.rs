@@ -1,3 +1,35 @@
 //! The `ep` command.
+//!
+//! | module | duty |
+//! | --- | --- |
+//! | [`cli`] | arguments |
+//! | [`bench`] | `ep bench` |
+//! | [`launch`], [`rank`] | rank processes, from outside and from inside |
+//! | [`trace`], [`content`], [`rng`] | routings and rows |
+//! | [`memory`] | aligned buffers, the barrier |
+//! | [`table`] | output |
 
-fn main() {}
+mod bench;
+mod cli;
+mod content;
+mod launch;
+mod memory;
+mod rank;
+mod rng;
+mod table;
+mod trace;
+
+use clap::Parser;
+
+use cli::{Cli, Command};
+
+fn main() {
+    let result = match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args),
+        Command::Rank => rank::serve(),
+    };
+    if let Err(error) = result {
+        eprintln!("ep: {error:#}");
+        std::process::exit(1);
+    }
+}

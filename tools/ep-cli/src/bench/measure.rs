@@ -1,0 +1,146 @@
+//! The parent's side of a measurement: rounds of calls and copies, taken in turns, until there are enough.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use super::limit::CopyKind;
+use super::rank::{Answer, Command, Ready, What};
+use super::shape::Shape;
+use super::stats::Samples;
+use super::verify::Verified;
+use crate::launch::Ranks;
+use crate::rank::Job;
+
+/// How long, and how often, to measure.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    /// At least so many calls.
+    pub(crate) min_calls: usize,
+    /// About this much time in calls that are measured.
+    pub(crate) time: Duration,
+    /// Deadline of everything that waits.
+    pub(crate) timeout: Duration,
+}
+
+/// What was found out about a shape.
+#[derive(Clone, Debug)]
+pub(crate) struct Measured {
+    /// The shape.
+    pub(crate) shape: Shape,
+    /// Nodes of the group.
+    pub(crate) num_nodes: usize,
+    /// Our calls.
+    pub(crate) ours: Samples,
+    /// Row bytes of a call: what each rank sends to all ranks, summed over the ranks.
+    pub(crate) bytes: f64,
+    /// The best way to copy as many bytes, and its times; None for a plan.
+    pub(crate) limit: Option<(CopyKind, Samples)>,
+    /// What was compared with the reference.
+    pub(crate) verified: Verified,
+}
+
+/// Time of one round of calls.
+const ROUND: Duration = Duration::from_millis(250);
+/// Ways to copy that are measured in every round.
+const FINALISTS: usize = 2;
+
+/// Measures `shape` with processes of its own. `progress` is told the part that is done.
+///
+/// # Errors
+/// If a rank fails or dies, or a result differs from the reference.
+pub(crate) fn measure(
+    shape: &Shape,
+    effort: &Effort,
+    progress: &mut dyn FnMut(&str, f64),
+) -> Result<Measured> {
+    progress("starting ranks", 0.0);
+    let mut driver = Driver {
+        ranks: Ranks::start(shape.ranks, effort.timeout, &Job::Bench(shape.clone()))?,
+        patience: 4 * effort.time + effort.timeout,
+    };
+    let ready: Vec<Ready> = driver.ranks.answers(driver.patience, &mut |_, _| ())?;
+    let per_routing = |index: usize| ready.iter().map(|ready| ready.bytes[index] as f64).sum::<f64>();
+    let bytes = (0..shape.routings).map(per_routing).sum::<f64>() / shape.routings as f64;
+
+    progress("warming up", 0.0);
+    let first = driver.run(What::Ours, 0, 3)?;
+    let calls = calls_per_round(&first, effort);
+    let mut copies = finalists(&mut driver, shape)?;
+
+    let mut ours = Samples::default();
+    let start = Instant::now();
+    for round in 0.. {
+        let enough = ours.len() >= effort.min_calls && ours.total() >= effort.time;
+        if enough || (ours.len() >= effort.min_calls && start.elapsed() > 4 * effort.time) {
+            break;
+        }
+        let routing = round % shape.routings;
+        ours.extend(driver.run(What::Ours, routing, calls)?);
+        for (kind, samples) in &mut copies {
+            let calls = calls_per_round(samples, effort).min(calls);
+            let times = driver.run(What::Copy(*kind), routing, calls)?;
+            samples.extend(times);
+        }
+        let by_time = ours.total().as_secs_f64() / effort.time.as_secs_f64().max(1e-9);
+        progress("measuring", by_time.min(ours.len() as f64 / effort.min_calls as f64).min(1.0));
+    }
+    progress("verifying", 1.0);
+    let verified = driver.verify(0)?;
+    driver.ranks.finish()?;
+    copies.sort_by_key(|(_, samples)| samples.percentile(50.0));
+    let limit = copies.into_iter().next();
+    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, limit, verified })
+}
+
+fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
+    let round = ROUND.min(effort.time / 4).as_nanos().max(1);
+    (round / samples.percentile(50.0).as_nanos().max(1)).clamp(1, 2000) as usize
+}
+
+/// The ways to copy that were fastest in a short trial.
+fn finalists(driver: &mut Driver, shape: &Shape) -> Result<Vec<(CopyKind, Samples)>> {
+    if shape.op == super::shape::Op::Plan {
+        return Ok(Vec::new());
+    }
+    let mut trials = Vec::new();
+    for kind in CopyKind::all(shape.op) {
+        driver.run(What::Copy(kind), 0, 1)?;
+        trials.push((kind, driver.run(What::Copy(kind), 0, 3)?));
+    }
+    trials.sort_by_key(|(_, samples)| samples.percentile(50.0));
+    trials.truncate(FINALISTS);
+    Ok(trials)
+}
+
+struct Driver {
+    ranks: Ranks,
+    patience: Duration,
+}
+
+impl Driver {
+    /// The time of each call, from when its first rank began until its last rank was done.
+    fn run(&mut self, what: What, routing: usize, calls: usize) -> Result<Samples> {
+        let answers: Vec<Answer> = self.ranks.ask(&Command::Run { what, routing, calls }, self.patience)?;
+        let mut spans = vec![(u64::MAX, 0); calls];
+        for answer in answers {
+            let Answer::Times(times) = answer else { bail!("a rank answered another command") };
+            for (span, (start, end)) in spans.iter_mut().zip(times.spans) {
+                *span = (start.min(span.0), end.max(span.1));
+            }
+        }
+        Ok(Samples::new(spans.into_iter().map(|(start, end)| end.saturating_sub(start)).collect()))
+    }
+
+    fn verify(&mut self, routing: usize) -> Result<Verified> {
+        let answers: Vec<Answer> = self.ranks.ask(&Command::Verify { routing }, self.patience)?;
+        let mut sum = Verified::default();
+        for answer in answers {
+            let Answer::Verified(verified) = answer else { bail!("a rank answered another command") };
+            sum.compared += verified.compared;
+            sum.total += verified.total;
+            sum.bytes += verified.bytes;
+        }
+        Ok(sum)
+    }
+}

@@ -1,0 +1,131 @@
+//! What a measurement says, as a line of JSON or a row of a table.
+
+use serde::Serialize;
+
+use super::measure::Measured;
+use super::shape::RowOrder;
+use super::stats::micros;
+use crate::table::{Align, Table};
+
+/// One line of `--json`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Line {
+    op: String,
+    device: &'static str,
+    transport: &'static str,
+    ranks: usize,
+    nodes: usize,
+    tokens: usize,
+    hidden: usize,
+    topk: usize,
+    experts: usize,
+    dtype: String,
+    output: String,
+    layout: String,
+    routing: String,
+    with_plan: bool,
+    calls: usize,
+    p50_us: f64,
+    p99_us: f64,
+    /// Summed over the ranks.
+    bytes: f64,
+    gbs: f64,
+    limit: Option<String>,
+    limit_us: Option<f64>,
+    limit_gbs: Option<f64>,
+    of_limit: Option<f64>,
+    verified: bool,
+    verified_rows: usize,
+    verified_bytes: usize,
+}
+
+fn rounded(x: f64, digits: i32) -> f64 {
+    let scale = 10f64.powi(digits);
+    (x * scale).round() / scale
+}
+
+impl Line {
+    /// The line of a measurement.
+    pub(crate) fn new(measured: &Measured) -> Line {
+        let shape = &measured.shape;
+        let p50 = micros(measured.ours.percentile(50.0));
+        let limit_us = measured.limit.as_ref().map(|(_, samples)| micros(samples.percentile(50.0)));
+        Line {
+            op: shape.op.to_string(),
+            device: "host",
+            transport: "shm",
+            ranks: shape.ranks,
+            nodes: measured.num_nodes,
+            tokens: shape.tokens,
+            hidden: shape.hidden,
+            topk: shape.topk,
+            experts: shape.experts,
+            dtype: shape.dtype.to_string(),
+            output: shape.output.to_string(),
+            layout: shape.layout.to_string(),
+            routing: shape.routing.to_string(),
+            with_plan: shape.with_plan,
+            calls: measured.ours.len(),
+            p50_us: rounded(p50, 1),
+            p99_us: rounded(micros(measured.ours.percentile(99.0)), 1),
+            bytes: measured.bytes.round(),
+            gbs: rounded(measured.bytes / p50 / 1e3, 3),
+            limit: measured.limit.as_ref().map(|(kind, _)| format!("{kind}, {} processes", shape.ranks)),
+            limit_us: limit_us.map(|us| rounded(us, 1)),
+            limit_gbs: limit_us.map(|us| rounded(measured.bytes / us / 1e3, 3)),
+            of_limit: limit_us.map(|us| rounded(us / p50, 3)),
+            verified: true,
+            verified_rows: measured.verified.compared,
+            verified_bytes: measured.verified.bytes,
+        }
+    }
+}
+
+/// The table of `lines`.
+pub(crate) fn table(lines: &[Line]) -> String {
+    let mut table = Table::new(&[
+        ("op", Align::Left),
+        ("tokens", Align::Right),
+        ("hidden", Align::Right),
+        ("dtype", Align::Left),
+        ("output", Align::Left),
+        ("p50 us", Align::Right),
+        ("p99 us", Align::Right),
+        ("MB", Align::Right),
+        ("GB/s", Align::Right),
+        ("limit", Align::Right),
+        ("of limit", Align::Right),
+        ("verified", Align::Left),
+    ]);
+    let or_none = |x: Option<f64>, digits: usize| x.map_or("-".to_string(), |x| format!("{x:.digits$}"));
+    for line in lines {
+        let mut op = line.op.clone();
+        if line.with_plan {
+            op.push_str("+plan");
+        }
+        if line.layout == RowOrder::ExpertMajor.to_string() {
+            op.push_str(" (em)");
+        }
+        table.row(vec![
+            op,
+            line.tokens.to_string(),
+            line.hidden.to_string(),
+            line.dtype.clone(),
+            line.output.clone(),
+            format!("{:.0}", line.p50_us),
+            format!("{:.0}", line.p99_us),
+            format!("{:.1}", line.bytes / 1e6),
+            format!("{:.2}", line.gbs),
+            or_none(line.limit_gbs, 2),
+            line.of_limit.map_or("-".to_string(), |part| format!("{:.0} %", 100.0 * part)),
+            format!("{} rows", line.verified_rows),
+        ]);
+    }
+    table.to_string()
+}
+
+/// What the columns mean.
+pub(crate) const EXPLANATION: &str = "\
+p50, p99  time of a call, from when its first rank begins until its last rank is done
+MB        row bytes of a call: what each rank sends to all ranks, itself included, summed over the ranks
+limit     GB/s of the best plain copy of as many bytes by as many processes, measured in the same run";
