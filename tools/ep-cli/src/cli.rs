@@ -1,6 +1,6 @@
 //! The arguments of the command.
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::bench::shape::{Element, Op, Output, RowOrder};
 use crate::launch::RANK_COMMAND;
@@ -22,6 +22,13 @@ pub(crate) enum Command {
     /// A rank of `ep demo` or `ep bench`
     #[command(name = RANK_COMMAND, hide = true)]
     Rank,
+}
+
+/// Whom to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PeerKind {
+    /// `MPI_Alltoallv` of the Open MPI that is installed
+    Mpi,
 }
 
 /// Arguments of `ep bench`.
@@ -71,6 +78,9 @@ pub(crate) struct BenchArgs {
     /// Seconds after which a silent rank is given up
     #[arg(long, default_value_t = 30)]
     pub(crate) timeout: u64,
+    /// Measure an MPI program that does the same, in turns with ours
+    #[arg(long)]
+    pub(crate) peer: Option<PeerKind>,
     /// One JSON object a line
     #[arg(long)]
     pub(crate) json: bool,

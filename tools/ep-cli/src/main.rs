@@ -5,17 +5,15 @@
 //! | [`cli`] | arguments |
 //! | [`bench`] | `ep bench` |
 //! | [`launch`], [`rank`] | rank processes, from outside and from inside |
-//! | [`trace`], [`content`], [`rng`] | routings and rows |
+//! | [`trace`] | recorded routings |
 //! | [`memory`] | aligned buffers, the barrier |
 //! | [`table`] | output |
 
 mod bench;
 mod cli;
-mod content;
 mod launch;
 mod memory;
 mod rank;
-mod rng;
 mod table;
 mod trace;
 

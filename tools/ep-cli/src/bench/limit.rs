@@ -4,6 +4,7 @@
 use std::fmt;
 
 use ep_core::host::copy_bytes;
+use ep_peer::store_fence;
 use serde::{Deserialize, Serialize};
 
 use super::shape::{Op, Shape};
@@ -102,13 +103,4 @@ fn touched(bytes: usize) -> Buffer {
     let mut buffer = Buffer::new(bytes);
     buffer.as_mut_slice().fill(1);
     buffer
-}
-
-/// Streaming stores are done when this returns.
-fn store_fence() {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: every x86-64 processor has SSE.
-    unsafe {
-        std::arch::x86_64::_mm_sfence();
-    }
 }

@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use super::limit::CopyKind;
+use super::mpi::Peer;
 use super::rank::{Answer, Command, Ready, What};
-use super::shape::Shape;
+use super::shape::{Op, Shape};
 use super::stats::Samples;
 use super::verify::Verified;
 use crate::launch::Ranks;
@@ -21,6 +22,8 @@ pub(crate) struct Effort {
     pub(crate) time: Duration,
     /// Deadline of everything that waits.
     pub(crate) timeout: Duration,
+    /// Whether the MPI peer runs too.
+    pub(crate) mpi: bool,
 }
 
 /// What was found out about a shape.
@@ -34,6 +37,8 @@ pub(crate) struct Measured {
     pub(crate) ours: Samples,
     /// Row bytes of a call: what each rank sends to all ranks, summed over the ranks.
     pub(crate) bytes: f64,
+    /// The calls of the MPI peer, if there is one.
+    pub(crate) peer: Option<Samples>,
     /// The best way to copy as many bytes, and its times; None for a plan.
     pub(crate) limit: Option<(CopyKind, Samples)>,
     /// What was compared with the reference.
@@ -67,6 +72,13 @@ pub(crate) fn measure(
     let first = driver.run(What::Ours, 0, 3)?;
     let calls = calls_per_round(&first, effort);
     let mut copies = finalists(&mut driver, shape)?;
+    let mut peer = None;
+    if effort.mpi && shape.op != Op::Plan {
+        progress("starting the MPI peer", 0.0);
+        let mut started = Peer::start(shape, effort.timeout)?;
+        started.run(0, 3)?;
+        peer = Some((started, Samples::default()));
+    }
 
     let mut ours = Samples::default();
     let start = Instant::now();
@@ -82,15 +94,22 @@ pub(crate) fn measure(
             let times = driver.run(What::Copy(*kind), routing, calls)?;
             samples.extend(times);
         }
+        if let Some((peer, samples)) = &mut peer {
+            samples.extend(peer.run(routing, calls)?);
+        }
         let by_time = ours.total().as_secs_f64() / effort.time.as_secs_f64().max(1e-9);
         progress("measuring", by_time.min(ours.len() as f64 / effort.min_calls as f64).min(1.0));
     }
     progress("verifying", 1.0);
-    let verified = driver.verify(0)?;
+    let (verified, checksums) = driver.verify(0)?;
+    if let Some((peer, _)) = &mut peer {
+        ensure!(peer.checksums(0)? == checksums, "the MPI peer has another result");
+    }
     driver.ranks.finish()?;
     copies.sort_by_key(|(_, samples)| samples.percentile(50.0));
     let limit = copies.into_iter().next();
-    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, limit, verified })
+    let peer = peer.map(|(_, samples)| samples);
+    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, peer, limit, verified })
 }
 
 fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
@@ -100,7 +119,7 @@ fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
 
 /// The ways to copy that were fastest in a short trial.
 fn finalists(driver: &mut Driver, shape: &Shape) -> Result<Vec<(CopyKind, Samples)>> {
-    if shape.op == super::shape::Op::Plan {
+    if shape.op == Op::Plan {
         return Ok(Vec::new());
     }
     let mut trials = Vec::new();
@@ -113,6 +132,17 @@ fn finalists(driver: &mut Driver, shape: &Shape) -> Result<Vec<(CopyKind, Sample
     Ok(trials)
 }
 
+/// The time of each call, from when its first rank began until its last rank was done. `spans` has the
+/// beginnings and ends of each rank.
+pub(crate) fn spans_to_samples(spans: &[Vec<(u64, u64)>], calls: usize) -> Samples {
+    let of_call = |call: usize| {
+        let spans = || spans.iter().filter_map(|spans| spans.get(call));
+        let start = spans().map(|span| span.0).min().unwrap_or(0);
+        spans().map(|span| span.1).max().unwrap_or(0).saturating_sub(start)
+    };
+    Samples::new((0..calls).map(of_call).collect())
+}
+
 struct Driver {
     ranks: Ranks,
     patience: Duration,
@@ -122,25 +152,24 @@ impl Driver {
     /// The time of each call, from when its first rank began until its last rank was done.
     fn run(&mut self, what: What, routing: usize, calls: usize) -> Result<Samples> {
         let answers: Vec<Answer> = self.ranks.ask(&Command::Run { what, routing, calls }, self.patience)?;
-        let mut spans = vec![(u64::MAX, 0); calls];
-        for answer in answers {
-            let Answer::Times(times) = answer else { bail!("a rank answered another command") };
-            for (span, (start, end)) in spans.iter_mut().zip(times.spans) {
-                *span = (start.min(span.0), end.max(span.1));
-            }
-        }
-        Ok(Samples::new(spans.into_iter().map(|(start, end)| end.saturating_sub(start)).collect()))
+        let times = answers.into_iter().map(|answer| match answer {
+            Answer::Times(times) => Ok(times.spans),
+            Answer::Verified(_) => bail!("a rank answered another command"),
+        });
+        Ok(spans_to_samples(&times.collect::<Result<Vec<_>>>()?, calls))
     }
 
-    fn verify(&mut self, routing: usize) -> Result<Verified> {
+    /// What was compared over all ranks, and the checksum of each rank's result.
+    fn verify(&mut self, routing: usize) -> Result<(Verified, Vec<u64>)> {
         let answers: Vec<Answer> = self.ranks.ask(&Command::Verify { routing }, self.patience)?;
-        let mut sum = Verified::default();
+        let (mut sum, mut checksums) = (Verified::default(), Vec::new());
         for answer in answers {
             let Answer::Verified(verified) = answer else { bail!("a rank answered another command") };
             sum.compared += verified.compared;
             sum.total += verified.total;
             sum.bytes += verified.bytes;
+            checksums.push(verified.checksum);
         }
-        Ok(sum)
+        Ok((sum, checksums))
     }
 }

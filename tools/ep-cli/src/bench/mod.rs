@@ -5,6 +5,7 @@
 //! | [`shape`], [`routing`] | what is measured |
 //! | [`measure`], [`stats`] | the parent: rounds, times, percentiles |
 //! | [`rank`], [`limit`], [`verify`] | the ranks: calls, copies to compare with, the check of results |
+//! | [`mpi`] | the MPI peer |
 //! | [`report`] | JSON and the table |
 
 use std::io::{IsTerminal, Write};
@@ -14,6 +15,7 @@ use anyhow::{Context, Result, ensure};
 
 pub(crate) mod limit;
 pub(crate) mod measure;
+pub(crate) mod mpi;
 pub(crate) mod rank;
 pub(crate) mod report;
 pub(crate) mod routing;
@@ -23,7 +25,7 @@ pub(crate) mod verify;
 
 pub(crate) use rank::BenchRank;
 
-use crate::cli::BenchArgs;
+use crate::cli::{BenchArgs, PeerKind};
 use crate::trace::Trace;
 use measure::{Effort, measure};
 use report::Line;
@@ -39,6 +41,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         min_calls: args.iters.max(1),
         time: Duration::from_secs_f64(args.time),
         timeout: Duration::from_secs(args.timeout),
+        mpi: args.peer == Some(PeerKind::Mpi),
     };
     let mut lines = Vec::new();
     for (number, shape) in shapes.iter().enumerate() {

@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use ep_core::config::{CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, Options, PlanConfig};
 use ep_core::engine::{Plan, Window};
 use ep_core::tensor::{Dtype, RawTensor};
+use ep_peer::content::fill_row;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +12,6 @@ use super::limit::{CopyKind, Limit};
 use super::routing::rank_routing;
 use super::shape::{Op, Output, RowOrder, Shape};
 use super::verify::{self, Verified};
-use crate::content::fill_row;
 use crate::launch::Reply;
 use crate::memory::Buffer;
 use crate::rank::{self, Member};

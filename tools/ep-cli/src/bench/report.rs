@@ -34,6 +34,11 @@ pub(crate) struct Line {
     limit_us: Option<f64>,
     limit_gbs: Option<f64>,
     of_limit: Option<f64>,
+    peer: Option<&'static str>,
+    peer_us: Option<f64>,
+    peer_p99_us: Option<f64>,
+    /// The peer's time over ours.
+    ratio: Option<f64>,
     verified: bool,
     verified_rows: usize,
     verified_bytes: usize,
@@ -49,6 +54,7 @@ impl Line {
     pub(crate) fn new(measured: &Measured) -> Line {
         let shape = &measured.shape;
         let p50 = micros(measured.ours.percentile(50.0));
+        let peer = measured.peer.as_ref();
         let limit_us = measured.limit.as_ref().map(|(_, samples)| micros(samples.percentile(50.0)));
         Line {
             op: shape.op.to_string(),
@@ -74,6 +80,10 @@ impl Line {
             limit_us: limit_us.map(|us| rounded(us, 1)),
             limit_gbs: limit_us.map(|us| rounded(measured.bytes / us / 1e3, 3)),
             of_limit: limit_us.map(|us| rounded(us / p50, 3)),
+            peer: peer.map(|_| "mpi"),
+            peer_us: peer.map(|samples| rounded(micros(samples.percentile(50.0)), 1)),
+            peer_p99_us: peer.map(|samples| rounded(micros(samples.percentile(99.0)), 1)),
+            ratio: peer.map(|samples| rounded(micros(samples.percentile(50.0)) / p50, 3)),
             verified: true,
             verified_rows: measured.verified.compared,
             verified_bytes: measured.verified.bytes,
@@ -95,6 +105,8 @@ pub(crate) fn table(lines: &[Line]) -> String {
         ("GB/s", Align::Right),
         ("limit", Align::Right),
         ("of limit", Align::Right),
+        ("mpi us", Align::Right),
+        ("ratio", Align::Right),
         ("verified", Align::Left),
     ]);
     let or_none = |x: Option<f64>, digits: usize| x.map_or("-".to_string(), |x| format!("{x:.digits$}"));
@@ -118,6 +130,8 @@ pub(crate) fn table(lines: &[Line]) -> String {
             format!("{:.2}", line.gbs),
             or_none(line.limit_gbs, 2),
             line.of_limit.map_or("-".to_string(), |part| format!("{:.0} %", 100.0 * part)),
+            or_none(line.peer_us, 0),
+            or_none(line.ratio, 2),
             format!("{} rows", line.verified_rows),
         ]);
     }

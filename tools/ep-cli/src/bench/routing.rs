@@ -2,9 +2,9 @@
 
 use anyhow::{Result, ensure};
 use ep_core::reference;
+use ep_peer::rng::Rng;
 
 use super::shape::{RoutingSource, Shape};
-use crate::rng::Rng;
 use crate::trace::Trace;
 
 /// Expert ids and weights of one rank's tokens.

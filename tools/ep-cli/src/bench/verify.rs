@@ -3,12 +3,13 @@
 use anyhow::{Result, ensure};
 use ep_core::reference::float::{decode, encode};
 use ep_core::reference::{Routing, Source};
+use ep_peer::checksum::checksum;
+use ep_peer::content::fill_row;
 use serde::{Deserialize, Serialize};
 
 use super::rank::{BenchRank, EXPERT, INPUT};
 use super::routing::{for_reference, rank_routing};
 use super::shape::{Op, RowOrder, Shape};
-use crate::content::fill_row;
 
 /// Terms of a sum that are added again by each rank; more tokens are sampled.
 const MAX_TERMS: usize = 1 << 24;
@@ -22,6 +23,8 @@ pub(crate) struct Verified {
     pub(crate) total: usize,
     /// Bytes of them.
     pub(crate) bytes: usize,
+    /// Of all that the call wrote.
+    pub(crate) checksum: u64,
 }
 
 /// Makes one call with `routing` into spoiled outputs and compares them.
@@ -38,7 +41,7 @@ pub(crate) fn verify(rank: &mut BenchRank, routing: usize) -> Result<Verified> {
     match rank.shape.op {
         Op::Plan => {
             let total = counts.rows_per_expert.len() + counts.rows_per_source.len() + 2;
-            Ok(Verified { compared: total, total, bytes: 8 * total })
+            Ok(Verified { compared: total, total, bytes: 8 * total, checksum: 0 })
         }
         Op::Dispatch => {
             for (index, (dtype, cols)) in payloads(&rank.shape) {
@@ -65,7 +68,7 @@ fn payloads(shape: &Shape) -> impl Iterator<Item = (usize, (ep_core::tensor::Dty
 fn dispatched(rank: &BenchRank, index: usize, routing: &Routing) -> Result<Verified> {
     let (shape, me) = (&rank.shape, rank.member.group.rank());
     let rows = routing.rows(me).rows;
-    let mut bytes = 0;
+    let (mut bytes, mut sum) = (0, 0);
     for (payload, (dtype, cols)) in payloads(shape) {
         let row_bytes = dtype.bytes() * cols;
         let mut expected = vec![0; row_bytes];
@@ -77,6 +80,7 @@ fn dispatched(rank: &BenchRank, index: usize, routing: &Routing) -> Result<Verif
             ensure!(received == expected, "row {row} of payload {payload} is not that of {source:?}");
         }
         bytes += received.len();
+        sum = checksum(sum, received);
     }
     let sent: Vec<Vec<f32>> = (0..shape.ranks)
         .map(|source| Ok(rank_routing(shape, index, source)?.weights))
@@ -98,7 +102,13 @@ fn dispatched(rank: &BenchRank, index: usize, routing: &Routing) -> Result<Verif
             ensure!(weights[at].to_bits() == weight.to_bits(), "slot {slot} of row {row} has another weight");
         }
     }
-    Ok(Verified { compared: rows.len(), total: rows.len(), bytes })
+    if shape.layout == RowOrder::Flat {
+        // The order in which the MPI peer does it.
+        for beside in [&rank.out_ids, &rank.out_weights] {
+            sum = checksum(sum, &beside.as_slice()[..rows.len() * shape.topk * 4]);
+        }
+    }
+    Ok(Verified { compared: rows.len(), total: rows.len(), bytes, checksum: sum })
 }
 
 fn combined(rank: &BenchRank, index: usize, routing: &Routing) -> Result<Verified> {
@@ -108,7 +118,8 @@ fn combined(rank: &BenchRank, index: usize, routing: &Routing) -> Result<Verifie
     let weights = rank_routing(shape, index, me)?.weights;
     let terms = terms(routing, me, shape);
     let step = (shape.tokens * shape.topk * shape.hidden).div_ceil(MAX_TERMS).max(1);
-    let mut verified = Verified { total: shape.tokens, ..Verified::default() };
+    let sum = checksum(0, rank.combined.as_slice());
+    let mut verified = Verified { total: shape.tokens, checksum: sum, ..Verified::default() };
     let mut row = vec![0; row_bytes];
     for token in (0..shape.tokens).step_by(step) {
         let mut sum = vec![0f32; shape.hidden];

@@ -6,7 +6,7 @@ use ep_core::tensor::Dtype;
 use crate::rng::{hash, mix};
 
 /// Fills a row of `dtype` with the numbers that belong to `name`.
-pub(crate) fn fill_row(row: &mut [u8], dtype: Dtype, name: &[u64]) {
+pub fn fill_row(row: &mut [u8], dtype: Dtype, name: &[u64]) {
     let (keep, set) = match dtype {
         Dtype::Bf16 => (0xBFFF_BFFF_BFFF_BFFF, 0x3C00_3C00_3C00_3C00),
         Dtype::F16 => (0xBFFF_BFFF_BFFF_BFFF, 0x2000_2000_2000_2000),
