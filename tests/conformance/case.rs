@@ -23,6 +23,8 @@ pub struct Case {
     pub ops: Vec<Op>,
     /// Chooses, with the rank, what ranks may choose for themselves: strides, places, optional outputs.
     pub salt: u64,
+    /// Whether payloads may lie side by side in records.
+    pub records: bool,
 }
 
 impl Case {

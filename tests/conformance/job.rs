@@ -34,10 +34,14 @@ pub enum Kind {
     Groups,
     /// Routing of a real gate.
     Trace,
+    /// Payloads side by side in records, such as values with their scales.
+    Records,
+    /// One random case, after which all counters of `ep_group_stats` are compared.
+    Stats,
 }
 
 impl Kind {
-    const ALL: [Kind; 9] = [
+    const ALL: [Kind; 11] = [
         Kind::Random,
         Kind::Pattern,
         Kind::Order,
@@ -47,6 +51,8 @@ impl Kind {
         Kind::Lanes,
         Kind::Groups,
         Kind::Trace,
+        Kind::Records,
+        Kind::Stats,
     ];
 }
 
@@ -100,14 +106,14 @@ impl JobId {
         let mut rng = Rng::part(self.seed, 2);
         match self.kind {
             Kind::Groups => pick(&world::several(), self.seed as usize),
-            Kind::Pattern | Kind::Plans | Kind::Lanes | Kind::Order | Kind::Payload => {
+            Kind::Pattern | Kind::Plans | Kind::Lanes | Kind::Order | Kind::Payload | Kind::Records => {
                 pick(&world::single(), self.seed as usize)
             }
             Kind::Large => {
                 pick(&[world::single()[5].clone(), world::single()[9].clone()], self.seed as usize)
             }
             Kind::Trace => pick(&world::single()[8..], self.seed as usize),
-            Kind::Random => {
+            Kind::Random | Kind::Stats => {
                 // Small worlds more often: they are cheaper.
                 let worlds = world::single();
                 let at = rng.below(worlds.len()).min(rng.below(worlds.len() + 4));
@@ -132,7 +138,8 @@ impl JobId {
             cases
         };
         let (cases, schedule) = match self.kind {
-            Kind::Random => (one(Wishes::default()), Schedule::InTurn),
+            Kind::Random | Kind::Stats => (one(Wishes::default()), Schedule::InTurn),
+            Kind::Records => (one(record_wishes(turn)), Schedule::InTurn),
             Kind::Pattern => (one(pattern_wishes(turn)), Schedule::InTurn),
             Kind::Order => (one(order_wishes(turn)), Schedule::InTurn),
             Kind::Payload => (one(payload_wishes(turn)), Schedule::InTurn),
@@ -227,6 +234,17 @@ fn payload_wishes(turn: usize) -> Wishes {
         budget: 50_000,
         ..Wishes::default()
     }
+}
+
+fn record_wishes(turn: usize) -> Wishes {
+    let rows = PayloadSpec::rows;
+    let sets: [Vec<PayloadSpec>; 4] = [
+        vec![rows(Dtype::F8E4M3, 896), rows(Dtype::F32, 7)],
+        vec![rows(Dtype::Bf16, 33), rows(Dtype::I32, 1)],
+        vec![rows(Dtype::Opaque, 48), rows(Dtype::I64, 2), rows(Dtype::Ue8m0, 5)],
+        vec![rows(Dtype::F32, 1), rows(Dtype::F32, 2), rows(Dtype::F32, 3), rows(Dtype::F32, 4)],
+    ];
+    Wishes { specs: Some(pick(&sets, turn)), budget: 50_000, records: true, ..Wishes::default() }
 }
 
 /// How many seeds go through all of `trace_wishes`.

@@ -5,7 +5,7 @@
 //! as processes ([`cell`]). What a rank does with a job is the same in each ([`rank`]). Outputs are
 //! poisoned first and every byte is compared, also those that must not change ([`memory`]).
 //!
-//! `EP_TEST_SEED=kind:seed` runs one job only; `EP_TEST_CASES` is the number of random jobs (120) and scales
+//! `EP_TEST_SEED=kind:seed` runs one job only; `EP_TEST_CASES` is the number of random jobs (400) and scales
 //! the other kinds with them.
 
 #![expect(unreachable_pub, reason = "a test binary exports nothing")]
@@ -20,6 +20,7 @@ mod memory;
 mod rank;
 mod rng;
 mod run;
+mod stats;
 mod strides;
 mod trace;
 mod world;
@@ -30,7 +31,7 @@ use cell::threads::HostThreads;
 use job::{JobId, Kind};
 
 /// Random jobs of a default run.
-const RANDOM_JOBS: usize = 120;
+const RANDOM_JOBS: usize = 400;
 
 /// `count` jobs of a kind in a default run, more or fewer as the environment says.
 fn jobs(kind: Kind, count: usize) -> Vec<JobId> {
@@ -58,32 +59,32 @@ fn patterns_in_every_world() {
 
 #[test]
 fn orders_dtypes_and_wires() {
-    run_all(&HostThreads, &jobs(Kind::Order, job::ORDER_TURNS));
+    run_all(&HostThreads, &jobs(Kind::Order, 2 * job::ORDER_TURNS));
 }
 
 #[test]
 fn payload_sets() {
-    run_all(&HostThreads, &jobs(Kind::Payload, job::PAYLOAD_TURNS));
+    run_all(&HostThreads, &jobs(Kind::Payload, 3 * job::PAYLOAD_TURNS));
 }
 
 #[test]
 fn rows_larger_than_the_rings() {
-    run_all(&HostThreads, &jobs(Kind::Large, 6));
+    run_all(&HostThreads, &jobs(Kind::Large, 12));
 }
 
 #[test]
 fn several_plans_alive_in_one_lane() {
-    run_all(&HostThreads, &jobs(Kind::Plans, 12));
+    run_all(&HostThreads, &jobs(Kind::Plans, 36));
 }
 
 #[test]
 fn two_lanes_on_two_streams_in_each_ranks_own_order() {
-    run_all(&HostThreads, &jobs(Kind::Lanes, 24));
+    run_all(&HostThreads, &jobs(Kind::Lanes, 60));
 }
 
 #[test]
 fn groups_of_different_members_at_the_same_time() {
-    run_all(&HostThreads, &jobs(Kind::Groups, 16));
+    run_all(&HostThreads, &jobs(Kind::Groups, 48));
 }
 
 #[test]
@@ -92,19 +93,31 @@ fn recorded_routing() {
 }
 
 #[test]
+#[ignore = "the library takes payloads that lie between each other's rows for overlapping ones"]
+fn payloads_side_by_side_in_records() {
+    run_all(&HostThreads, &jobs(Kind::Records, 24));
+}
+
+#[test]
+#[ignore = "rows_received and bytes_combined count rows that were dropped"]
+fn stats_of_dropped_rows() {
+    run_all(&HostThreads, &jobs(Kind::Stats, 40));
+}
+
+#[test]
 fn processes_that_meet_through_a_file() {
-    let mut all = jobs(Kind::Random, 24);
-    all.extend(jobs(Kind::Groups, 4));
-    all.extend(jobs(Kind::Lanes, 4));
+    let mut all = jobs(Kind::Random, 48);
+    all.extend(jobs(Kind::Groups, 8));
+    all.extend(jobs(Kind::Lanes, 12));
     all.extend(jobs(Kind::Large, 2));
     run_all(&HostProcesses { meeting: Meeting::File }, &all);
 }
 
 #[test]
 fn processes_that_meet_through_an_id() {
-    let mut all = jobs(Kind::Payload, 4);
-    all.extend(jobs(Kind::Groups, 2));
-    all.extend(jobs(Kind::Trace, 1));
+    let mut all = jobs(Kind::Payload, 12);
+    all.extend(jobs(Kind::Groups, 4));
+    all.extend(jobs(Kind::Trace, 3));
     run_all(&HostProcesses { meeting: Meeting::UniqueId }, &all);
 }
 

@@ -128,27 +128,35 @@ impl Matrix {
         }
     }
 
-    /// Which element has this byte of the region.
-    fn locate(&self, byte: usize) -> String {
-        let Some(at) = byte.checked_sub(GUARD + self.offset) else { return "guard in front".to_string() };
-        let element = at / self.dtype.bytes();
+    /// The row and column of the element with this byte of the region, if it is in an element.
+    fn element_at(&self, byte: usize) -> Option<(usize, usize)> {
+        let element = byte.checked_sub(GUARD + self.offset)? / self.dtype.bytes();
         let (row, col) = if self.row_stride >= self.col_stride {
             (element / self.row_stride, element % self.row_stride / self.col_stride)
         } else {
             (element % self.col_stride / self.row_stride, element / self.col_stride)
         };
-        if row >= self.rows || col >= self.cols {
-            return format!("outside the matrix, near row {row}, col {col}");
+        let exact = row * self.row_stride + col * self.col_stride == element;
+        (exact && row < self.rows && col < self.cols).then_some((row, col))
+    }
+
+    fn has(&self, byte: usize) -> bool {
+        self.element_at(byte).is_some()
+    }
+
+    fn locate(&self, byte: usize) -> String {
+        match self.element_at(byte) {
+            Some((row, col)) => format!("row {row}, col {col}"),
+            None => format!("byte {byte}, outside the elements"),
         }
-        format!("row {row}, col {col}")
     }
 }
 
-/// A matrix somewhere in a device's memory, and what that memory must contain.
+/// Matrices somewhere in a device's memory, and what that memory must contain.
 pub struct Region<'d> {
     device: &'d dyn Device,
-    name: String,
-    matrix: Matrix,
+    /// Name and place of each; none overlap, but they may lie between each other's rows.
+    parts: Vec<(String, Matrix)>,
     base: *mut u8,
     image: Vec<u8>,
     owned: bool,
@@ -157,32 +165,56 @@ pub struct Region<'d> {
 impl<'d> Region<'d> {
     /// Poisons the memory of a matrix: at `place` if given, which has `matrix.region_bytes()`.
     pub fn new(device: &'d dyn Device, name: &str, matrix: Matrix, place: Option<*mut u8>) -> Region<'d> {
-        let bytes = matrix.region_bytes();
+        Region::of_parts(device, vec![(name.to_string(), matrix)], place)
+    }
+
+    /// The same for several matrices.
+    pub fn of_parts(
+        device: &'d dyn Device,
+        parts: Vec<(String, Matrix)>,
+        place: Option<*mut u8>,
+    ) -> Region<'d> {
+        let bytes = parts.iter().map(|(_, matrix)| matrix.region_bytes()).max().unwrap_or(0);
         let base = place.unwrap_or_else(|| device.allocate(bytes));
         // Neighbouring bytes differ, so that a copy of poison from elsewhere is found too.
         let image: Vec<u8> = (0..bytes).map(|at| 0xA5 ^ (at.wrapping_mul(29) >> 2) as u8).collect();
         device.upload(base, &image);
-        Region { device, name: name.to_string(), matrix, base, image, owned: place.is_none() }
+        Region { device, parts, base, image, owned: place.is_none() }
     }
 
     /// Fills the rows of an input.
     pub fn fill(mut self, packed: &[u8]) -> Region<'d> {
-        self.matrix.store(&mut self.image, 0, packed);
-        self.device.upload(self.base, &self.image);
+        self.fill_part(0, packed);
         self
+    }
+
+    /// Fills the rows of one of several inputs.
+    pub fn fill_part(&mut self, part: usize, packed: &[u8]) {
+        self.expect_part(part, packed);
+        self.device.upload(self.base, &self.image);
     }
 
     /// Says what the first rows of an output must become; the others stay poison.
     pub fn expect(mut self, packed: &[u8]) -> Region<'d> {
-        self.matrix.store(&mut self.image, 0, packed);
+        self.expect_part(0, packed);
         self
+    }
+
+    /// Says it of one of several outputs.
+    pub fn expect_part(&mut self, part: usize, packed: &[u8]) {
+        self.parts[part].1.store(&mut self.image, 0, packed);
     }
 
     /// The tensor for the call.
     pub fn tensor(&self) -> EpTensor {
-        let Matrix { dtype, rows, cols, row_stride, col_stride, .. } = self.matrix;
+        self.tensor_of_part(0)
+    }
+
+    /// The tensor of one of several matrices.
+    pub fn tensor_of_part(&self, part: usize) -> EpTensor {
+        let Matrix { dtype, rows, cols, row_stride, col_stride, offset } = self.parts[part].1;
         EpTensor {
-            data: self.data(),
+            data: self.base.wrapping_add(GUARD + offset),
             dtype: dtype as i32,
             reserved: 0,
             rows: rows as i64,
@@ -195,13 +227,14 @@ impl<'d> Region<'d> {
 
     /// The address of the first element.
     pub fn data(&self) -> *mut u8 {
-        self.base.wrapping_add(GUARD + self.matrix.offset)
+        self.tensor().data
     }
 
     /// Compares the bytes before and behind the matrix, of which the rows are the library's.
     pub fn check_guards(&mut self) -> Result<(), String> {
-        let rows = GUARD + self.matrix.offset..GUARD + self.matrix.offset + self.matrix.rows;
-        assert_eq!((self.matrix.row_bytes(), self.matrix.row_stride), (1, 1), "plain bytes");
+        let matrix = self.parts[0].1;
+        let rows = GUARD + matrix.offset..GUARD + matrix.offset + matrix.rows;
+        assert_eq!((matrix.row_bytes(), matrix.row_stride), (1, 1), "plain bytes");
         let mut found = vec![0; self.image.len()];
         self.device.download(self.base, &mut found);
         self.image[rows.clone()].copy_from_slice(&found[rows]);
@@ -216,18 +249,19 @@ impl<'d> Region<'d> {
             return Ok(());
         }
         let wrong = |at: &usize| found[*at] != self.image[*at];
-        let Some(at) = (0..found.len()).find(wrong) else { return Ok(()) };
+        let at = (0..found.len()).find(wrong).unwrap_or(0);
         let count = (0..found.len()).filter(wrong).count();
-        let size = self.matrix.dtype.bytes();
+        // The part that has the byte, or the first.
+        let part = self.parts.iter().find(|(_, matrix)| matrix.has(at));
+        let (name, matrix) = part.unwrap_or(&self.parts[0]);
+        let size = matrix.dtype.bytes();
         let at = at - at % size;
         Err(format!(
-            "{}: {}: found {:02x?}, expected {:02x?}; {count} of {} bytes differ, matrix {:?}",
-            self.name,
-            self.matrix.locate(at),
+            "{name}: {}: found {:02x?}, expected {:02x?}; {count} of {} bytes differ, {matrix:?}",
+            matrix.locate(at),
             &found[at..][..size],
             &self.image[at..][..size],
             found.len(),
-            self.matrix,
         ))
     }
 }
@@ -260,7 +294,7 @@ mod tests {
         }
         region.check().expect("row 0 is written, row 1 is poison");
         for (at, place) in
-            [(0, "guard"), (GUARD + 3, "guard"), (GUARD + 8, "outside"), (GUARD + 10, "row 1, col 0")]
+            [(0, "outside"), (GUARD + 3, "outside"), (GUARD + 8, "outside"), (GUARD + 10, "row 1, col 0")]
         {
             let mut old = [0];
             Host.download(region.base.wrapping_add(at), &mut old);

@@ -12,6 +12,7 @@ use crate::job::{Job, Schedule};
 use crate::memory::Device;
 use crate::rng::Rng;
 use crate::run::Run;
+use crate::stats;
 use crate::world::GroupSpec;
 
 /// Bytes of each of a group's windows on each rank.
@@ -50,6 +51,7 @@ pub struct Member<'d> {
     pub device: &'d dyn Device,
     pub group: *mut EpGroup,
     pub rank: usize,
+    pub num_ranks: usize,
     windows: Vec<WindowSpace>,
 }
 
@@ -68,14 +70,14 @@ impl<'d> Member<'d> {
             num_lanes: spec.num_lanes,
             timeout_ms: TIMEOUT_MS,
             node_id: spec.node_ids[rank],
-            max_local_experts: 0,
+            max_local_experts: spec.max_local_experts,
             ring_bytes: spec.ring_bytes,
         };
         let mut group = null_mut();
         // SAFETY: config, bootstrap and the place for the handle outlive the call.
         let status = unsafe { ep_group_create_versioned(ep_version(), &config, bootstrap, &mut group) };
         expect_ok(status, "ep_group_create")?;
-        let mut member = Member { device, group, rank, windows: Vec::new() };
+        let mut member = Member { device, group, rank, num_ranks: spec.members.len(), windows: Vec::new() };
         member.check_node(spec)?;
         // One window more than is needed, of another size on each rank, and one of no bytes.
         for bytes in [WINDOW_BYTES, WINDOW_BYTES + rank * 4096, 0] {
@@ -151,6 +153,11 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
     for member in members.iter().flatten() {
         member.reset_windows();
     }
+    let read_stats = || -> Vec<_> {
+        let counted = |member: &Member| stats::read(member, member.num_ranks);
+        members.iter().map(|member| member.as_ref().map(counted).transpose()).collect()
+    };
+    let before = read_stats();
     let mut streams = Streams { of_lane: Vec::new() };
     let mut troubles = Vec::new();
     let mut runs = Vec::new();
@@ -175,6 +182,16 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
     for run in runs {
         if let Err(text) = run.end() {
             troubles.push(Trouble::Wrong(text));
+        }
+    }
+    if troubles.is_empty() {
+        for (group, (before, after)) in before.into_iter().zip(read_stats()).enumerate() {
+            let Some(member) = &members[group] else { continue };
+            let counted =
+                before.and_then(|before| Ok((before.unwrap_or_default(), after?.unwrap_or_default())));
+            let checked =
+                counted.and_then(|(before, after)| stats::check(job, group, member.rank, &before, &after));
+            troubles.extend(checked.err().map(|text| Trouble::Wrong(format!("group {group}: {text}"))));
         }
     }
     troubles

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::time::Duration;
 
 use ep::capi::*;
 use ep_core::config::{Counts, Layout, ReduceOrder};
@@ -12,7 +13,7 @@ use crate::case::{Case, CombineOp, DispatchOp, Op, UpdateOp};
 use crate::memory::{Matrix, Region};
 use crate::rank::{Member, TIMEOUT_MS, Trouble};
 use crate::rng::Rng;
-use crate::strides::{any_strides, payload_strides, row_strides};
+use crate::strides::{any_strides, payload_strides, records, row_strides};
 
 /// A call that was made and not yet checked.
 struct Pending<'d> {
@@ -119,6 +120,10 @@ impl<'a> Run<'a> {
         let op = &case.ops[self.next];
         let salt = case.salt ^ ((self.next as u64 + 1) << 32);
         let mut rng = Rng::part(salt, self.member.rank as u64);
+        // Ranks come late now and then, each to other calls.
+        if rng.once_in(12) {
+            std::thread::sleep(Duration::from_micros(rng.below(600) as u64));
+        }
         let mut regions = Vec::new();
         let mut counts = None;
         let what = match op {
@@ -178,10 +183,10 @@ impl<'a> Run<'a> {
     }
 
     /// A place in a window, of this group or now and then of another, if there is room and luck.
-    fn window_place(&self, rng: &mut Rng, matrix: &Matrix) -> Option<*mut u8> {
+    fn window_place(&self, rng: &mut Rng, bytes: usize) -> Option<*mut u8> {
         let foreign = !self.others.is_empty() && rng.once_in(6);
         let member = if foreign { rng.pick(&self.others) } else { self.member };
-        member.window_place(rng, matrix.region_bytes())
+        member.window_place(rng, bytes)
     }
 
     fn issue_update(
@@ -257,20 +262,20 @@ impl<'a> Run<'a> {
             rows_per_expert: null_mut(),
             expert_offsets: null_mut(),
         };
-        // All in windows, none, or each as it comes.
-        let windows = rng.below(3);
-        for (at, spec) in op.specs.iter().enumerate() {
-            let matrix = payload_strides(rng, spec, tokens);
-            let data = &op.payloads[at].data[rank];
-            let region = self.region(&format!("input payload {at}"), matrix, None).fill(data);
-            inputs.payloads[at] = region.tensor();
+        let data: Vec<&[u8]> = op.payloads.iter().map(|payload| payload.data[rank].as_slice()).collect();
+        let filled = self.payloads(op, tokens, rng, false);
+        for (mut region, parts) in filled {
+            for (part, payload) in parts.into_iter().enumerate() {
+                region.fill_part(part, data[payload]);
+                inputs.payloads[payload] = region.tensor_of_part(part);
+            }
             regions.push(region);
-            let matrix = payload_strides(rng, spec, expected.capacity);
-            let in_window = windows == 0 || windows == 1 && rng.once_in(2);
-            let place = if in_window { self.window_place(rng, &matrix) } else { None };
-            let name = format!("payload {at}{}", if place.is_some() { " (in a window)" } else { "" });
-            let region = self.region(&name, matrix, place).expect(&expected.payloads[at]);
-            outputs.payloads[at] = region.tensor();
+        }
+        for (mut region, parts) in self.payloads(op, expected.capacity, rng, true) {
+            for (part, payload) in parts.into_iter().enumerate() {
+                region.expect_part(part, &expected.payloads[payload]);
+                outputs.payloads[payload] = region.tensor_of_part(part);
+            }
             regions.push(region);
         }
         if let Some(weights) = &op.topk_weights {
@@ -330,6 +335,41 @@ impl<'a> Run<'a> {
         expect_ok(status, "ep_dispatch")
     }
 
+    /// Memory for the payloads of one side, and which payloads each region has.
+    fn payloads(
+        &self,
+        op: &DispatchOp,
+        rows: usize,
+        rng: &mut Rng,
+        output: bool,
+    ) -> Vec<(Region<'a>, Vec<usize>)> {
+        // All outputs in windows, none, or each as it comes.
+        let windows = if output { rng.below(3) } else { 2 };
+        let side = if output { "payload" } else { "input payload" };
+        let in_memory = |rng: &mut Rng, matrices: Vec<(usize, Matrix)>| {
+            let bytes = matrices.iter().map(|(_, matrix)| matrix.region_bytes()).max().unwrap_or(0);
+            let in_window = windows == 0 || windows == 1 && rng.once_in(2);
+            let place = if in_window { self.window_place(rng, bytes) } else { None };
+            let suffix = if place.is_some() { " (in a window)" } else { "" };
+            let numbers = matrices.iter().map(|(payload, _)| *payload).collect();
+            let name = |(payload, matrix)| (format!("{side} {payload}{suffix}"), matrix);
+            let parts = matrices.into_iter().map(name).collect();
+            (Region::of_parts(self.member.device, parts, place), numbers)
+        };
+        if self.case.records
+            && rng.once_in(2)
+            && let Some(matrices) = records(rng, &op.specs, rows)
+        {
+            return vec![in_memory(rng, matrices.into_iter().enumerate().collect())];
+        }
+        let mut all = Vec::new();
+        for (payload, spec) in op.specs.iter().enumerate() {
+            let matrix = payload_strides(rng, spec, rows);
+            all.push(in_memory(rng, vec![(payload, matrix)]));
+        }
+        all
+    }
+
     fn issue_combine(
         &self,
         op: &CombineOp,
@@ -356,7 +396,7 @@ impl<'a> Run<'a> {
             combined_weights: RawTensor::NONE,
         };
         let matrix = row_strides(rng, op.dtype, num_rows, op.cols);
-        let place = rng.once_in(2).then(|| self.window_place(rng, &matrix)).flatten();
+        let place = rng.once_in(2).then(|| self.window_place(rng, matrix.region_bytes())).flatten();
         let name = if place.is_some() { "rows (in a window)" } else { "rows" };
         let region = self.region(name, matrix, place).fill(&op.rows[rank]);
         inputs.rows = region.tensor();
@@ -364,7 +404,7 @@ impl<'a> Run<'a> {
         let width = if routing.layout == Layout::Flat { routing.topk } else { 1 };
         if let Some(weights) = &op.row_weights {
             let matrix = Matrix::contiguous(Dtype::F32, num_rows, width);
-            let place = rng.once_in(3).then(|| self.window_place(rng, &matrix)).flatten();
+            let place = rng.once_in(3).then(|| self.window_place(rng, matrix.region_bytes())).flatten();
             let region = self.region("row_weights", matrix, place).fill(&float_bytes(&weights[rank]));
             inputs.row_weights = region.tensor();
             regions.push(region);

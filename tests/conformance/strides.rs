@@ -47,3 +47,27 @@ pub fn payload_strides(rng: &mut Rng, spec: &PayloadSpec, rows: usize) -> Matrix
     }
     row_strides(rng, spec.dtype, rows, spec.cols)
 }
+
+/// Payloads side by side in one record per row, such as values with their scales, if they can be.
+pub fn records(rng: &mut Rng, specs: &[PayloadSpec], rows: usize) -> Option<Vec<Matrix>> {
+    if specs.len() < 2 || specs.iter().any(|spec| spec.column_major) {
+        return None;
+    }
+    let mut offsets = Vec::new();
+    let mut record: usize = 0;
+    for spec in specs {
+        record = record.next_multiple_of(spec.dtype.alignment());
+        offsets.push(record);
+        record += spec.row_bytes();
+    }
+    let record = record.next_multiple_of(16) + 16 * rng.below(2);
+    let matrix = |(spec, offset): (&PayloadSpec, usize)| Matrix {
+        dtype: spec.dtype,
+        rows,
+        cols: spec.cols,
+        row_stride: record / spec.dtype.bytes(),
+        col_stride: 1,
+        offset,
+    };
+    Some(specs.iter().zip(offsets).map(matrix).collect())
+}

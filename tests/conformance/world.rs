@@ -10,12 +10,14 @@ pub struct GroupSpec {
     pub num_lanes: u32,
     /// 0: the library's choice.
     pub ring_bytes: u32,
+    /// 0: the library's choice, 256.
+    pub max_local_experts: u32,
 }
 
 impl GroupSpec {
     fn new(members: Vec<usize>) -> GroupSpec {
         let node_ids = vec![0; members.len()];
-        GroupSpec { members, node_ids, num_lanes: 2, ring_bytes: 0 }
+        GroupSpec { members, node_ids, num_lanes: 2, ring_bytes: 0, max_local_experts: 0 }
     }
 
     fn nodes_of(mut self, node_ids: &[u32]) -> GroupSpec {
@@ -52,8 +54,8 @@ impl World {
     }
 }
 
-/// Rings so small that rows pass through them in many pieces.
-const SMALL_RING: u32 = 16 << 10;
+/// Rings so small that rows pass through them in many pieces. Not a power of two.
+const SMALL_RING: u32 = 68 << 10;
 
 /// Worlds of one group.
 pub fn single() -> Vec<World> {
@@ -72,6 +74,7 @@ pub fn single() -> Vec<World> {
         World::of(all(16).nodes_of(&[1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4])),
         World::of(all(16)),
     ];
+    worlds[0].groups[0].max_local_experts = 1000;
     worlds[1].groups[0].num_lanes = 1;
     worlds[4].groups[0].num_lanes = 16;
     worlds

@@ -43,10 +43,15 @@ impl Outcome {
         }
     }
 
-    /// Drops what only follows from an earlier break.
+    /// Drops what only follows from something else: what came after a break, and that a group is aborted
+    /// if there is a failure that says why.
     fn settle(mut self) -> Outcome {
+        let follows = |text: &str| text.contains("EP_ERR_ABORTED");
         if let Some(at) = self.broken_at {
             self.failures.retain(|(job, _)| *job <= at);
+            if self.failures.iter().any(|(job, text)| *job == at && !follows(text)) {
+                self.failures.retain(|(_, text)| !follows(text));
+            }
         }
         self.failures.sort();
         self

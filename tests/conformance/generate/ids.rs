@@ -56,7 +56,11 @@ pub fn even_experts(num_experts: usize, num_ranks: usize) -> Vec<usize> {
     (0..num_ranks).map(|rank| num_experts / num_ranks + usize::from(rank < num_experts % num_ranks)).collect()
 }
 
-fn experts_per_rank(rng: &mut Rng, num_ranks: usize) -> Vec<usize> {
+fn experts_per_rank(rng: &mut Rng, group: &GroupSpec) -> Vec<usize> {
+    let num_ranks = group.members.len();
+    if group.max_local_experts > 256 && rng.once_in(4) {
+        return vec![group.max_local_experts as usize - rng.below(2); num_ranks];
+    }
     let experts = match rng.below(6) {
         0 | 1 => even_experts(num_ranks * rng.within(1..=8), num_ranks),
         2 => even_experts(rng.within(1..=4 * num_ranks), num_ranks),
@@ -73,15 +77,14 @@ fn experts_per_rank(rng: &mut Rng, num_ranks: usize) -> Vec<usize> {
 
 /// A plan's shape and its first ids.
 pub fn first_routing(rng: &mut Rng, group: &GroupSpec, wishes: &Wishes) -> Routing {
-    let num_ranks = group.members.len();
     let layout = wishes.layout.unwrap_or_else(|| rng.pick(&[Layout::Flat, Layout::ExpertMajor]));
     let alignment = wishes.alignment.unwrap_or_else(|| rng.pick(&[1, 1, 4, 7, 16, 128]));
     let topk = wishes.topk.unwrap_or_else(|| match rng.below(12) {
-        0 => 64,
+        0 => rng.pick(&[33, 64, 64, 100, 256]),
         1..=4 => rng.pick(&[1, 2, 8]),
         _ => rng.within(1..=16),
     });
-    let experts_per_rank = experts_per_rank(rng, num_ranks);
+    let experts_per_rank = experts_per_rank(rng, group);
     let mut routing = Routing {
         nodes: group.nodes(),
         experts_per_rank,

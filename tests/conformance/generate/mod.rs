@@ -51,6 +51,8 @@ pub struct Wishes {
     pub topk_weights: Option<Vec<Vec<f32>>>,
     /// Bytes of rows that a call may move, over all ranks; 0: small.
     pub budget: usize,
+    /// Payloads lie side by side in records, on ranks that like it.
+    pub records: bool,
 }
 
 /// Makes the case of a seed.
@@ -66,9 +68,11 @@ pub fn case(seed: u64, group: &GroupSpec, wishes: &Wishes) -> Case {
         streamed: wishes.streamed.unwrap_or_else(|| rng.once_in(4)),
         ops: Vec::new(),
         salt: rng.next(),
+        records: wishes.records,
     };
     let mut maker = Maker { rng, routing, capacity: Vec::new(), wishes };
-    for letter in maker.rng.pick(&["UDC", "UDC", "UKDC", "UDDDCD", "UKDCUDC", "UDCCUUKDCD", "UKDDC"]).chars()
+    for letter in
+        maker.rng.pick(&["UDC", "UDC", "UKDC", "UDDDCD", "UKDCUDC", "UDCCUUKDCD", "UKDDC", "UC"]).chars()
     {
         match letter {
             'U' => maker.update(&mut case),
@@ -87,7 +91,7 @@ pub fn case(seed: u64, group: &GroupSpec, wishes: &Wishes) -> Case {
 struct Maker<'a> {
     rng: Rng,
     routing: Arc<Routing>,
-    /// Of the last dispatch; what its combine brings back.
+    /// Of the last dispatch; what its combine brings back. Before any: all that is required.
     capacity: Vec<Option<usize>>,
     wishes: &'a Wishes,
 }
@@ -113,7 +117,7 @@ impl Maker<'_> {
     /// Bytes that a row may have, given how many rows there are.
     fn row_budget(&self, rows: usize) -> usize {
         let budget = if self.wishes.budget == 0 { 300_000 } else { self.wishes.budget };
-        (budget / rows.max(1)).clamp(16, 16_384)
+        (budget / rows.max(1)).clamp(16, 65_536)
     }
 
     fn dispatch(&mut self) -> Op {
@@ -182,8 +186,11 @@ impl Maker<'_> {
             .collect();
         let tokens: usize = (0..num_ranks).map(|rank| routing.num_tokens(rank)).sum();
         let budget = self.row_budget(num_rows.iter().sum::<usize>() + tokens) / dtype.bytes();
-        let cols =
-            self.rng.pick(&[1, 3, 8, 31, 64, 65, 128, 200, 256, 512, 1024, 2048, 7168]).min(budget).max(1);
+        let cols = self
+            .rng
+            .pick(&[1, 3, 8, 31, 64, 65, 128, 200, 256, 512, 1024, 2048, 7168, 16_383])
+            .min(budget)
+            .max(1);
         let kind = self.rng.pick(&[Numbers::Small, Numbers::Normal, Numbers::Normal, Numbers::Wild]);
         let orders = if flat {
             &[ReduceOrder::Rank, ReduceOrder::NodeRank][..]

@@ -9,7 +9,7 @@ use crate::rng::Rng;
 /// A set of payloads of which no row has more than about `budget` bytes in all.
 pub fn specs(rng: &mut Rng, budget: usize) -> Vec<PayloadSpec> {
     let hidden = |rng: &mut Rng, bytes: usize| {
-        rng.pick(&[1, 3, 7, 16, 33, 64, 100, 128, 255, 256, 512, 1000, 1024, 2048, 4096, 7168])
+        rng.pick(&[1, 3, 7, 16, 33, 64, 100, 128, 255, 256, 512, 1000, 1024, 2048, 4096, 7168, 30_000])
             .min(budget / bytes)
             .max(1)
     };
