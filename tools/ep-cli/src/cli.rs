@@ -19,6 +19,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Measure plan, dispatch and combine among processes of this machine
     Bench(BenchArgs),
+    /// Run recorded routings among processes of this machine and compare every bit with a reference
+    Demo(DemoArgs),
     /// A rank of `ep demo` or `ep bench`
     #[command(name = RANK_COMMAND, hide = true)]
     Rank,
@@ -81,6 +83,32 @@ pub(crate) struct BenchArgs {
     /// Measure an MPI program that does the same, in turns with ours
     #[arg(long)]
     pub(crate) peer: Option<PeerKind>,
+    /// One JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `ep demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Rank processes
+    #[arg(long, default_value_t = 4)]
+    pub(crate) ranks: usize,
+    /// Tokens of each rank; when absent, as many as the traces have, at most 2048
+    #[arg(long)]
+    pub(crate) tokens: Option<usize>,
+    /// Columns of a row, in bf16
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) hidden: usize,
+    /// Names of traces; all when absent
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) traces: Vec<String>,
+    /// The first so many layers of each trace; all when absent
+    #[arg(long)]
+    pub(crate) layers: Option<usize>,
+    /// Seconds after which a silent rank is given up
+    #[arg(long, default_value_t = 60)]
+    pub(crate) timeout: u64,
     /// One JSON object a line
     #[arg(long)]
     pub(crate) json: bool,

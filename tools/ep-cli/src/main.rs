@@ -3,16 +3,20 @@
 //! | module | duty |
 //! | --- | --- |
 //! | [`cli`] | arguments |
-//! | [`bench`] | `ep bench` |
+//! | [`demo`], [`bench`] | `ep demo`, `ep bench` |
 //! | [`launch`], [`rank`] | rank processes, from outside and from inside |
 //! | [`trace`] | recorded routings |
-//! | [`memory`] | aligned buffers, the barrier |
-//! | [`table`] | output |
+//! | [`memory`], [`clock`] | aligned buffers, the barrier, time |
+//! | [`table`], [`heat`], [`progress`] | output |
 
 mod bench;
 mod cli;
+mod clock;
+mod demo;
+mod heat;
 mod launch;
 mod memory;
+mod progress;
 mod rank;
 mod table;
 mod trace;
@@ -24,6 +28,7 @@ use cli::{Cli, Command};
 fn main() {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Rank => rank::serve(),
     };
     if let Err(error) = result {

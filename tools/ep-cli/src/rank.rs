@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::BenchRank;
 use crate::bench::shape::Shape;
+use crate::demo::{DemoJob, DemoRank};
 use crate::launch::{Hello, Reply};
 use crate::memory::Barrier;
 
@@ -23,6 +24,8 @@ use crate::memory::Barrier;
 pub(crate) enum Job {
     /// Measures calls as told.
     Bench(Shape),
+    /// Runs recorded routings.
+    Demo(DemoJob),
 }
 
 /// A rank that has met its peers.
@@ -61,6 +64,7 @@ fn run() -> Result<()> {
     let group = member.group.clone();
     match hello.job {
         Job::Bench(shape) => BenchRank::new(shape, member)?.serve()?,
+        Job::Demo(job) => DemoRank::new(job, member)?.serve()?,
     }
     group.close(timeout).context("leaving the group")
 }

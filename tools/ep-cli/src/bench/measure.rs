@@ -10,6 +10,7 @@ use super::rank::{Answer, Command, Ready, What};
 use super::shape::{Op, Shape};
 use super::stats::Samples;
 use super::verify::Verified;
+use crate::clock::{Span, whole};
 use crate::launch::Ranks;
 use crate::rank::Job;
 
@@ -134,12 +135,8 @@ fn finalists(driver: &mut Driver, shape: &Shape) -> Result<Vec<(CopyKind, Sample
 
 /// The time of each call, from when its first rank began until its last rank was done. `spans` has the
 /// beginnings and ends of each rank.
-pub(crate) fn spans_to_samples(spans: &[Vec<(u64, u64)>], calls: usize) -> Samples {
-    let of_call = |call: usize| {
-        let spans = || spans.iter().filter_map(|spans| spans.get(call));
-        let start = spans().map(|span| span.0).min().unwrap_or(0);
-        spans().map(|span| span.1).max().unwrap_or(0).saturating_sub(start)
-    };
+pub(crate) fn spans_to_samples(spans: &[Vec<Span>], calls: usize) -> Samples {
+    let of_call = |call: usize| whole(spans.iter().filter_map(|spans| spans.get(call)).copied());
     Samples::new((0..calls).map(of_call).collect())
 }
 

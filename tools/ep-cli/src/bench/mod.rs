@@ -8,7 +8,6 @@
 //! | [`mpi`] | the MPI peer |
 //! | [`report`] | JSON and the table |
 
-use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -26,6 +25,7 @@ pub(crate) mod verify;
 pub(crate) use rank::BenchRank;
 
 use crate::cli::{BenchArgs, PeerKind};
+use crate::progress::Progress;
 use crate::trace::Trace;
 use measure::{Effort, measure};
 use report::Line;
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         let mut progress = Progress::new(title.clone());
         let measured = measure(shape, &effort, &mut |what, part| progress.show(what, part))
             .with_context(|| title.clone())?;
-        progress.clear();
+        drop(progress);
         let line = Line::new(&measured);
         if args.json {
             println!("{}", serde_json::to_string(&line)?);
@@ -114,35 +114,4 @@ fn shapes(args: &BenchArgs) -> Result<Vec<Shape>> {
         }
     }
     Ok(shapes)
-}
-
-/// One line on standard error that says how far a measurement is.
-struct Progress {
-    title: String,
-    terminal: bool,
-    last: Option<String>,
-}
-
-impl Progress {
-    fn new(title: String) -> Progress {
-        Progress { title, terminal: std::io::stderr().is_terminal(), last: None }
-    }
-
-    fn show(&mut self, what: &str, part: f64) {
-        let mut errors = std::io::stderr().lock();
-        if self.terminal {
-            // Nothing depends on the progress being seen.
-            let _ = write!(errors, "\r\x1b[K{} {what} {:.0} %", self.title, 100.0 * part);
-            let _ = errors.flush();
-        } else if self.last.as_deref() != Some(what) {
-            let _ = writeln!(errors, "{} {what}", self.title);
-            self.last = Some(what.to_string());
-        }
-    }
-
-    fn clear(&self) {
-        if self.terminal {
-            eprint!("\r\x1b[K");
-        }
-    }
 }

@@ -5,13 +5,13 @@ use ep_core::config::{CombineInputs, CombineOutputs, DispatchInputs, DispatchOut
 use ep_core::engine::{Plan, Window};
 use ep_core::tensor::{Dtype, RawTensor};
 use ep_peer::content::fill_row;
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use super::limit::{CopyKind, Limit};
 use super::routing::rank_routing;
 use super::shape::{Op, Output, RowOrder, Shape};
 use super::verify::{self, Verified};
+use crate::clock::{Span, now_ns};
 use crate::launch::Reply;
 use crate::memory::Buffer;
 use crate::rank::{self, Member};
@@ -59,7 +59,7 @@ pub(crate) struct Ready {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Times {
     /// When each call began and ended, in nanoseconds of the clock that all processes share.
-    pub(crate) spans: Vec<(u64, u64)>,
+    pub(crate) spans: Vec<Span>,
 }
 
 /// The answer to any command.
@@ -311,12 +311,6 @@ impl Rows {
         // SAFETY: as in `payload`.
         unsafe { self.payloads[index].write_bytes(0xA5, bytes) }
     }
-}
-
-/// The monotonic clock of the system.
-fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 fn update(plan: &Plan, shape: &Shape, ids: &Buffer) -> Result<()> {
