@@ -10,16 +10,25 @@ pub(crate) struct Heat {
     pub(crate) values: Vec<Vec<f64>>,
 }
 
-/// Shades from little to much, and the colour of each: 256-colour codes of background and text.
-const SHADES: [(&str, u8, u8); 5] =
-    [("  ", 195, 16), ("░░", 153, 16), ("▒▒", 111, 16), ("▓▓", 69, 231), ("██", 27, 231)];
+/// Shades from little to much: up to which part of the mean, and 256-colour codes of background and text.
+const SHADES: [(f64, char, u8, u8); 5] = [
+    (0.5, ' ', 195, 16),
+    (0.8, '░', 153, 16),
+    (1.25, '▒', 111, 16),
+    (2.0, '▓', 69, 231),
+    (f64::INFINITY, '█', 27, 231),
+];
+
+/// What the shades mean.
+pub(crate) const LEGEND: &str =
+    "blank: below half the mean   ░ below 0.8   ▒ about the mean   ▓ above 1.25   █ above 2";
 
 /// Columns of a terminal that the maps fit.
 const WIDTH: usize = 100;
 /// Columns between maps.
-const GAP: usize = 4;
-/// Columns of a cell: two of shade, the number, and a blank.
-const CELL: usize = 8;
+const GAP: usize = 3;
+/// Columns of a cell: the shade, the number, and a blank.
+const CELL: usize = 6;
 const LABEL: usize = 7;
 
 /// A number in at most four columns: `987`, `12k`, `3.4M`.
@@ -41,8 +50,8 @@ impl Heat {
     /// The lines of the map, each [`Heat::width`] columns wide.
     fn lines(&self, colour: bool) -> Vec<String> {
         let width = self.width();
-        let numbers = || self.values.iter().flatten().copied();
-        let (least, most) = (numbers().fold(f64::INFINITY, f64::min), numbers().fold(0.0, f64::max));
+        let sum: f64 = self.values.iter().flatten().sum();
+        let mean = sum / self.values.iter().flatten().count().max(1) as f64;
         let mut heads = " ".repeat(LABEL);
         for rank in 0..self.values.len() {
             let _ = write!(heads, "{:<CELL$}", format!("to {rank}"));
@@ -51,14 +60,12 @@ impl Heat {
         for (rank, row) in self.values.iter().enumerate() {
             let mut line = format!("{:<LABEL$}", format!("from {rank}"));
             for &value in row {
-                // The shades span what there is: small differences are what a reader looks for.
-                let place = if most > least { (value - least) / (most - least) } else { 0.0 };
-                let (shade, back, text) =
-                    SHADES[((place * SHADES.len() as f64) as usize).min(SHADES.len() - 1)];
+                let below = |shade: &&(f64, char, u8, u8)| value <= shade.0 * mean;
+                let (_, shade, back, text) = SHADES.iter().find(below).unwrap_or(&SHADES[SHADES.len() - 1]);
                 let number = short(value);
                 let _ = match colour {
-                    true => write!(line, "\x1b[48;5;{back};38;5;{text}m {number:>5} \x1b[0m "),
-                    false => write!(line, "{shade}{number:>5} "),
+                    true => write!(line, "\x1b[48;5;{back};38;5;{text}m{number:>5}\x1b[0m "),
+                    false => write!(line, "{shade}{number:>4} "),
                 };
             }
             let used = LABEL + CELL * row.len();
@@ -122,10 +129,11 @@ mod tests {
     fn maps_stand_beside_each_other_within_a_hundred_columns() {
         let text = render(&[map("a", 4), map("b", 4), map("c", 4)], false);
         assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
-        assert_eq!(text.lines().count(), 7, "{text}");
+        assert_eq!(text.lines().count(), 6, "{text}");
+        assert!(render(&[map("a", 8), map("b", 8)], false).lines().count() > 11);
         let few = render(&[map("a", 2), map("b", 2)], false);
         assert_eq!(few.lines().count(), 4, "{few}");
-        assert!(few.contains("from 1") && few.contains("██ 1.0k"), "{few}");
+        assert!(few.contains("from 1") && few.contains("█1.0k"), "{few}");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! standard input and answers each with one line on its standard output.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -83,6 +83,21 @@ impl Ranks {
     /// If the system refuses a file or a process.
     pub(crate) fn start<Job: Serialize>(num_ranks: usize, timeout: Duration, job: &Job) -> Result<Ranks> {
         let exe = std::env::current_exe().context("the path of this program")?;
+        let command = || {
+            let mut command = Command::new(&exe);
+            command.arg(RANK_COMMAND);
+            command
+        };
+        Ranks::start_with(num_ranks, timeout, job, &command)
+    }
+
+    /// As [`Ranks::start`], with another program for each rank.
+    fn start_with<Job: Serialize>(
+        num_ranks: usize,
+        timeout: Duration,
+        job: &Job,
+        command: &dyn Fn() -> Command,
+    ) -> Result<Ranks> {
         let dir = scratch_dir()?;
         let barrier = dir.path().join("barrier");
         std::fs::File::create_new(&barrier)?.set_len(BARRIER_BYTES)?;
@@ -99,7 +114,7 @@ impl Ranks {
                 barrier: barrier.clone(),
                 job,
             };
-            started.ranks.push(start_rank(&exe, rank, &events_in)?);
+            started.ranks.push(start_rank(command(), rank, &events_in)?);
             started.tell(rank, &hello)?;
         }
         Ok(started)
@@ -228,11 +243,6 @@ impl Ranks {
         }
         Ok(())
     }
-
-    /// A directory that is gone when the ranks are.
-    pub(crate) fn dir(&self) -> &Path {
-        self._dir.path()
-    }
 }
 
 impl Drop for Ranks {
@@ -252,9 +262,8 @@ fn scratch_dir() -> Result<TempDir> {
     builder().or_else(|_| TempDir::with_prefix("ep-")).context("a temporary directory")
 }
 
-fn start_rank(exe: &Path, rank: usize, events: &Sender<(usize, Event)>) -> Result<Rank> {
-    let mut child = Command::new(exe)
-        .arg(RANK_COMMAND)
+fn start_rank(mut command: Command, rank: usize, events: &Sender<(usize, Event)>) -> Result<Rank> {
+    let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -288,5 +297,68 @@ fn keep_end(mut from: impl Read, kept: &Mutex<Vec<u8>>) {
         kept.extend_from_slice(&piece[..bytes]);
         let excess = kept.len().saturating_sub(STDERR_KEPT);
         kept.drain(..excess);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ranks that run `script` after they have read their job.
+    fn ranks(num_ranks: usize, script: &'static str) -> Ranks {
+        let command = move || {
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("read job; {script}")]);
+            command
+        };
+        Ranks::start_with(num_ranks, Duration::from_millis(300), &"job", &command).unwrap()
+    }
+
+    fn answers(ranks: &mut Ranks) -> Result<Vec<u32>> {
+        ranks.answers(Duration::from_millis(300), &mut |_, _| ())
+    }
+
+    /// A script for one rank among others.
+    const ONLY_RANK_1: &str = r#"case $job in *'"rank":1'*) "#;
+
+    #[test]
+    fn answers_come_by_rank_and_the_end_is_orderly() -> Result<()> {
+        let mut ranks = ranks(3, r#"n=${job#*rank\":}; echo "{\"done\":${n%%,*}}"; read end || exit 0"#);
+        assert_eq!(answers(&mut ranks)?, [0, 1, 2]);
+        ranks.finish()
+    }
+
+    #[test]
+    fn a_rank_that_is_killed_is_named_with_its_signal_and_its_standard_error() {
+        let script = format!("{ONLY_RANK_1} echo 'out of luck' >&2; kill -9 $$;; esac; read more");
+        let error = answers(&mut ranks(3, script.leak())).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("signal: 9"), "{error}");
+        assert!(error.contains("out of luck"), "{error}");
+    }
+
+    #[test]
+    fn a_dead_rank_is_blamed_before_those_that_miss_it() {
+        let script = format!(
+            r#"{ONLY_RANK_1} sleep 0.2; echo gone >&2; exit 3;; esac; echo '{{"failed":"a peer is lost"}}'; read more"#
+        );
+        let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
+        assert!(error.contains("rank 1") && error.contains("gone"), "{error}");
+    }
+
+    #[test]
+    fn a_failure_is_told_with_its_rank() {
+        let script = format!(r#"{ONLY_RANK_1} echo '{{"failed":"no room"}}';; esac; read more"#);
+        let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
+        assert!(error.contains("rank 1: no room"), "{error}");
+    }
+
+    #[test]
+    fn silence_and_nonsense_end_at_the_deadline_or_before() {
+        let start = Instant::now();
+        let error = answers(&mut ranks(2, "read more")).unwrap_err().to_string();
+        assert!(error.contains("[0, 1]"), "{error}");
+        let error = answers(&mut ranks(1, "echo nonsense; read more")).unwrap_err().to_string();
+        assert!(error.contains("nonsense"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(10));
     }
 }

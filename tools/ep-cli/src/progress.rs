@@ -17,6 +17,13 @@ impl Progress {
         Progress { title: title.into(), terminal: std::io::stderr().is_terminal(), last: None }
     }
 
+    /// Says what is being done, and the part of all that is done, where lines can be redrawn.
+    pub(crate) fn detail(&mut self, what: &str, part: f64) {
+        if self.terminal {
+            self.show(what, part);
+        }
+    }
+
     /// Says what is being done, and the part of all that is done.
     pub(crate) fn show(&mut self, what: &str, part: f64) {
         let mut errors = std::io::stderr().lock();
@@ -27,7 +34,7 @@ impl Progress {
             let _ = write!(errors, "\r\x1b[K{bar} {} {what}", self.title);
             let _ = errors.flush();
         } else if self.last.as_deref() != Some(what) {
-            let _ = writeln!(errors, "{} {what}", self.title);
+            let _ = writeln!(errors, "{} {what}", self.title.trim_end());
             self.last = Some(what.to_string());
         }
     }

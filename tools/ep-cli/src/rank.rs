@@ -77,8 +77,18 @@ fn join(hello: &Hello<Job>, timeout: Duration) -> Result<Arc<Group>> {
     let id: UniqueId = bytemuck::pod_read_unaligned(&bytes.context("a malformed unique id")?);
     let deadline = Instant::now() + timeout;
     let bootstrap = TcpBootstrap::connect(&id, hello.rank, hello.num_ranks, deadline)?;
-    let config =
-        GroupConfig { timeout_ms: hello.timeout_ms, max_local_experts: 1 << 12, ..GroupConfig::default() };
+    let (experts, ring_bytes) = match &hello.job {
+        Job::Bench(shape) => (shape.experts, shape.ring_bytes),
+        Job::Demo(_) => (0, 0),
+    };
+    // The library's own default where that is enough.
+    let per_rank = experts.div_ceil(hello.num_ranks);
+    let config = GroupConfig {
+        timeout_ms: hello.timeout_ms,
+        max_local_experts: if per_rank > 256 { per_rank as u32 } else { 0 },
+        ring_bytes,
+        ..GroupConfig::default()
+    };
     Ok(Group::create(&config, Box::new(bootstrap), deadline)?)
 }
 

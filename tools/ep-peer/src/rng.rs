@@ -23,19 +23,19 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mix(self.0)
     }
 
     /// A number in `0..bound`.
     pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
     /// A number in (0, 1].
     pub fn unit(&mut self) -> f32 {
-        ((self.next() >> 40) + 1) as f32 / (1u64 << 24) as f32
+        ((self.next_u64() >> 40) + 1) as f32 / (1u64 << 24) as f32
     }
 }
 

@@ -170,3 +170,46 @@ impl Driver {
         Ok((sum, checksums))
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::super::shape::{Element, Output, RoutingSource, RowOrder};
+    use super::*;
+
+    /// A dispatch of 5 us, 10 us by MPI, 4 us by copying.
+    pub(crate) fn measured(tokens: usize) -> Measured {
+        let shape = Shape {
+            op: Op::Dispatch,
+            ranks: 4,
+            tokens,
+            hidden: 7168,
+            topk: 8,
+            experts: 256,
+            dtype: Element::Bf16,
+            output: Output::Window,
+            layout: RowOrder::Flat,
+            routing: RoutingSource::Random,
+            with_plan: false,
+            routings: 4,
+            ring_bytes: 0,
+            seed: 1,
+        };
+        let copy = CopyKind { large: true, streaming: true, reuse: false };
+        Measured {
+            shape,
+            num_nodes: 1,
+            ours: Samples::new(vec![5000]),
+            bytes: 1e6,
+            peer: Some(Samples::new(vec![10_000])),
+            limit: Some((copy, Samples::new(vec![4000]))),
+            verified: Verified { compared: 10, total: 10, bytes: 100, checksum: 0 },
+        }
+    }
+
+    #[test]
+    fn a_call_takes_from_the_first_start_to_the_last_end() {
+        let spans = [vec![(0, 10), (20, 25)], vec![(5, 12), (18, 24)]];
+        let samples = spans_to_samples(&spans, 2);
+        assert_eq!(samples.total(), Duration::from_nanos(12 + 7));
+    }
+}

@@ -107,7 +107,7 @@ pub(crate) fn table(lines: &[Line]) -> String {
         ("of limit", Align::Right),
         ("mpi us", Align::Right),
         ("ratio", Align::Right),
-        ("verified", Align::Left),
+        ("verified", Align::Right),
     ]);
     let or_none = |x: Option<f64>, digits: usize| x.map_or("-".to_string(), |x| format!("{x:.digits$}"));
     for line in lines {
@@ -132,14 +132,73 @@ pub(crate) fn table(lines: &[Line]) -> String {
             line.of_limit.map_or("-".to_string(), |part| format!("{:.0} %", 100.0 * part)),
             or_none(line.peer_us, 0),
             or_none(line.ratio, 2),
-            format!("{} rows", line.verified_rows),
+            line.verified_rows.to_string(),
         ]);
     }
     table.to_string()
+}
+
+/// What was verified.
+pub(crate) fn verdict(lines: &[Line]) -> String {
+    let rows: usize = lines.iter().map(|line| line.verified_rows).sum();
+    let bytes: usize = lines.iter().map(|line| line.verified_bytes).sum();
+    format!(
+        "\nverified: a call of each of {} shapes, {rows} rows, sums and counts, {:.1} MB bit for bit",
+        lines.len(),
+        bytes as f64 / 1e6
+    )
 }
 
 /// What the columns mean.
 pub(crate) const EXPLANATION: &str = "\
 p50, p99  time of a call, from when its first rank begins until its last rank is done
 MB        row bytes of a call: what each rank sends to all ranks, itself included, summed over the ranks
-limit     GB/s of the best plain copy of as many bytes by as many processes, measured in the same run";
+limit     GB/s of the best plain copy of as many bytes by as many processes, measured in the same run
+verified  rows (combine: sums, plan: counts) of one call that agree with the reference bit for bit";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::measure::tests::measured;
+
+    #[test]
+    fn a_line_has_every_field_that_programs_rely_on() -> anyhow::Result<()> {
+        let json = serde_json::to_value(Line::new(&measured(64)))?;
+        for field in [
+            "op",
+            "device",
+            "transport",
+            "ranks",
+            "nodes",
+            "tokens",
+            "hidden",
+            "topk",
+            "experts",
+            "dtype",
+            "output",
+            "p50_us",
+            "p99_us",
+            "bytes",
+            "gbs",
+            "limit",
+            "limit_gbs",
+            "of_limit",
+            "ratio",
+            "verified",
+        ] {
+            assert!(!json[field].is_null(), "{field} in {json}");
+        }
+        assert_eq!(
+            (&json["gbs"], &json["of_limit"], &json["ratio"]),
+            (&200.0.into(), &0.8.into(), &2.0.into())
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn the_table_fits_a_wide_terminal() {
+        let text = table(&[Line::new(&measured(4096))]);
+        assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
+        assert!(text.contains("80 %") && text.contains("2.00"), "{text}");
+    }
+}

@@ -94,6 +94,8 @@ pub(crate) struct Shape {
     pub(crate) with_plan: bool,
     /// How many routings take turns.
     pub(crate) routings: usize,
+    /// Bytes of a staging ring; 0: the library chooses.
+    pub(crate) ring_bytes: u32,
     /// Of routings and rows.
     pub(crate) seed: u64,
 }

@@ -25,7 +25,9 @@ pub(crate) use job::DemoJob;
 pub(crate) use rank::DemoRank;
 
 use crate::cli::DemoArgs;
+use crate::heat;
 use crate::launch::Ranks;
+use crate::output::say;
 use crate::progress::Progress;
 use crate::rank::Job;
 use crate::trace::{self, Trace};
@@ -45,10 +47,10 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
         (0..traces.len()).flat_map(|trace| (0..job.layers).map(move |layer| Step { trace, layer })).collect();
     let timeout = Duration::from_secs(args.timeout);
     if !args.json {
-        println!(
+        say(format!(
             "{} rank processes, {} tokens each, {} columns of bf16: dispatch, experts, combine, in two layouts.\n",
             job.ranks, job.tokens, job.hidden
-        );
+        ))?;
     }
     let mut progress = Progress::new("demo:");
     progress.show("starting ranks", 0.0);
@@ -71,7 +73,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
             let done: Vec<&Done> = done.iter().map(|done| &done[layout]).collect();
             let layer = Layer::new(&job, trace, step, layout, &done, verified);
             if args.json {
-                println!("{}", serde_json::to_string(&layer)?);
+                say(serde_json::to_string(&layer)?)?;
             }
             layers.push(layer);
         }
@@ -80,12 +82,13 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
     drop(progress);
     let verdict = Verdict::new(&job, &layers, start.elapsed().as_secs_f64());
     if args.json {
-        println!("{}", serde_json::to_string(&verdict)?);
+        say(serde_json::to_string(&verdict)?)?;
         return Ok(());
     }
-    println!("{}\n{}\n", report::table(&layers), report::EXPLANATION);
-    println!("Rows from rank to rank (flat layout, all layers):\n");
-    println!("{}\n{}", report::heat(&layers, std::io::stdout().is_terminal()), verdict.line());
+    say(format!("{}\n{}\n", report::table(&layers), report::EXPLANATION))?;
+    say(format!("Rows from rank to rank, expert-major:\n{}\n", heat::LEGEND))?;
+    say(report::heat(&layers, std::io::stdout().is_terminal()))?;
+    say(verdict.line())?;
     Ok(())
 }
 

@@ -146,10 +146,10 @@ fn groups(layers: &[Layer]) -> Vec<Vec<&Layer>> {
     groups
 }
 
-/// Rows from rank to rank in flat layout, a map per trace.
+/// Rows from rank to rank in expert-major layout, a map per trace.
 pub(crate) fn heat(layers: &[Layer], colour: bool) -> String {
-    let flat = groups(layers).into_iter().filter(|group| group[0].layout == "flat");
-    let maps: Vec<Heat> = flat
+    let expert_major = groups(layers).into_iter().filter(|group| group[0].layout == "expert-major");
+    let maps: Vec<Heat> = expert_major
         .map(|group| {
             let ranks = group[0].ranks;
             let rows =
@@ -162,10 +162,11 @@ pub(crate) fn heat(layers: &[Layer], colour: bool) -> String {
 }
 
 fn bytes_for_a_person(bytes: u64) -> String {
+    let bytes = bytes as f64;
     match bytes {
-        ..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
-        ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+        1e9.. => format!("{:.2} GB", bytes / 1e9),
+        1e6.. => format!("{:.1} MB", bytes / 1e6),
+        _ => format!("{:.1} kB", bytes / 1e3),
     }
 }
 
@@ -176,7 +177,7 @@ impl Verdict {
         let plural =
             |count: usize, word: &str| format!("{count} {word}{}", if count == 1 { "" } else { "s" });
         let what = format!(
-            "{} x {} x {} on {}: {} of rows, ids, weights and sums bit for bit",
+            "{} x {} x {} on {}, {} of rows and sums bit for bit",
             plural(job.traces.len(), "trace"),
             plural(job.layers, "layer"),
             plural(LAYOUTS.len(), "layout"),

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use super::measure::spans_to_samples;
 use super::routing::rank_routing;
-use super::shape::{Op, RowOrder, Shape};
+use super::shape::Shape;
 use super::stats::Samples;
 
 /// How long a program that has been told to end may take.
@@ -28,13 +28,11 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Builds and starts the program.
+    /// Builds and starts the program, for a dispatch or a combine of flat rows.
     ///
     /// # Errors
-    /// If the shape has no MPI peer, or the program cannot be built or started.
+    /// If the program cannot be built or started.
     pub(crate) fn start(shape: &Shape, timeout: Duration) -> Result<Peer> {
-        ensure!(shape.op != Op::Plan, "a plan has no MPI peer: dispatch and combine have");
-        ensure!(shape.layout == RowOrder::Flat, "the MPI peer works in the flat layout only");
         let program = build::build()?;
         let dir = TempDir::with_prefix("ep-mpi-").context("a temporary directory")?;
         for index in 0..shape.routings {
