@@ -53,11 +53,10 @@ impl Window {
             Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
         };
         let hellos = bootstrap.all_gather(&hello, deadline)?;
+        // If one rank has no memory, all ranks see it here and stop together.
         let (own, _) = own?;
-        let parts = match parse(&hellos) {
-            Ok(peers) => map_parts(group, id, own, &peers, deadline),
-            Err(error) => Err(error),
-        };
+        let peers = parse(&hellos)?;
+        let parts = map_parts(group, id, own, &peers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
         let answers = bootstrap.all_gather(&answer, deadline)?;
         let parts = parts?;
