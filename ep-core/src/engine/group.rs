@@ -201,8 +201,8 @@ impl Group {
         Doorbell::new(&self.segments[rank], self.layout.doorbell(lane), self.layout.sleeping(lane))
     }
 
-    pub(super) fn link(&self, rank: usize) -> Option<&Link> {
-        self.links[rank].as_ref()
+    pub(super) fn links(&self) -> &[Option<Link>] {
+        &self.links
     }
 
     /// Sizes and choices.
