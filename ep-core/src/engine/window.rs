@@ -1,22 +1,22 @@
 //! Memory that peers write and read directly.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
+use super::share::Offer;
 use crate::config::MAX_WINDOWS;
 use crate::error::{Error, Result, Status};
-use crate::mem::{Mapping, SegmentId, find, publish};
+use crate::mem::{Mapping, Memory, SegmentId, publish};
 use crate::tensor::Tensor;
 use crate::wire::Place;
 
 /// One window as this rank sees it: its own part and its peers'.
 pub(crate) struct WindowShared {
-    /// The same number on every rank, from 1.
+    /// The same number on every rank, 1 to [`MAX_WINDOWS`].
     id: u32,
     /// None where the rank asked for 0 bytes.
-    parts: Vec<Option<Arc<Mapping>>>,
+    parts: Vec<Option<Memory>>,
     own_rank: usize,
 }
 
@@ -45,28 +45,22 @@ impl Window {
         }
         let deadline = Instant::now() + group.default_timeout();
         let mut bootstrap = group.bootstrap.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // Relaxed: the bootstrap's lock orders the allocations of this rank.
-        let id = group.next_window.fetch_add(1, Ordering::Relaxed);
         let own = make_part(group, bytes);
-        let hello = match &own {
-            Ok((_, segment)) => [&[HELLO_PART][..], &(bytes as u64).to_le_bytes(), segment].concat(),
-            Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
-        };
-        let hellos = bootstrap.all_gather(&hello, deadline)?;
+        let hellos = bootstrap.all_gather(&hello(group, &own), deadline)?;
         let (own, _) = own?;
-        let parts = match parse(&hellos) {
-            Ok(peers) => map_parts(group, id, own, &peers, deadline),
-            Err(error) => Err(error),
-        };
+        let parts = parse(&hellos).and_then(|(id, offers)| map_parts(group, id, own, &offers, deadline));
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
         let answers = bootstrap.all_gather(&answer, deadline)?;
-        let parts = parts?;
+        let (id, parts) = parts?;
         if let Some(refused) = answers.iter().position(|answer| !answer.is_empty()) {
             let text = String::from_utf8_lossy(&answers[refused]).into_owned();
             return Err(Error::new(
                 Status::OutOfMemory,
                 format!("rank {refused} could not map the window: {text}"),
             ));
+        }
+        if let Some(device) = &group.device {
+            device.set_window(id, Some(&parts))?;
         }
         let shared = Arc::new(WindowShared { id, parts, own_rank: group.rank });
         group.windows.rcu(|windows| {
@@ -90,22 +84,37 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
+        if let Some(device) = &self.group.device {
+            // A device that cannot forget the window is lost: no later call runs on it.
+            let _ = device.set_window(self.shared.id, None);
+        }
         self.group.windows.rcu(|windows| {
             windows.iter().filter(|window| window.id != self.shared.id).cloned().collect::<Vec<_>>()
         });
     }
 }
 
-fn make_part(group: &Group, bytes: usize) -> Result<(Option<Arc<Mapping>>, SegmentId)> {
-    if group.windows.load().len() >= MAX_WINDOWS {
-        return Err(Error::new(
-            Status::Capacity,
-            format!("{MAX_WINDOWS} windows are alive already; release one first"),
-        ));
-    }
+/// This rank's part and its name; None for a part of 0 bytes.
+type Part = (Option<Memory>, SegmentId);
+
+fn make_part(group: &Group, bytes: usize) -> Result<Part> {
     if bytes == 0 {
         return Ok((None, SegmentId::default()));
     }
+    let part = match &group.backend.device {
+        Some(device) => Memory::Device(device.allocate(bytes)?),
+        None => {
+            let mapping = Mapping::create(host_bytes(bytes)?)?;
+            mapping.populate();
+            Memory::Host(Arc::new(mapping))
+        }
+    };
+    let segment = publish(&part)?;
+    Ok((Some(part), segment))
+}
+
+/// Refuses what the machine cannot have.
+fn host_bytes(bytes: usize) -> Result<usize> {
     // A memfd promises any size; the process that then touches more than there is gets killed.
     let available = memory_of_machine();
     if bytes as u64 > available {
@@ -114,10 +123,7 @@ fn make_part(group: &Group, bytes: usize) -> Result<(Option<Arc<Mapping>>, Segme
             format!("a window of {bytes} bytes is more than the {available} bytes of this machine's memory"),
         ));
     }
-    let part = Arc::new(Mapping::create(bytes)?);
-    part.populate();
-    let segment = publish(&part)?;
-    Ok((Some(part), segment))
+    Ok(bytes)
 }
 
 /// Bytes of memory and swap, used or not.
@@ -128,62 +134,68 @@ fn memory_of_machine() -> u64 {
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(info.mem_unit.into())
 }
 
-/// First byte of a rank's answer: its size and segment follow, or why it has none.
+/// First byte of a rank's message: its windows, size and segment follow, or why it has no part.
 const HELLO_PART: u8 = 1;
 const HELLO_ERROR: u8 = 0;
+const HELLO_BYTES: usize = 1 + 8 + 8 + size_of::<SegmentId>();
 
-/// Each rank's size and segment.
-fn parse(hellos: &[Vec<u8>]) -> Result<Vec<(usize, SegmentId)>> {
-    let one = |(rank, hello): (usize, &Vec<u8>)| match hello.split_first() {
-        Some((&HELLO_PART, part)) if part.len() == 8 + size_of::<SegmentId>() => {
-            let mut bytes = [0; 8];
-            let mut segment = SegmentId::default();
-            bytes.copy_from_slice(&part[..8]);
-            segment.copy_from_slice(&part[8..]);
-            Ok((u64::from_le_bytes(bytes) as usize, segment))
+fn hello(group: &Group, own: &Result<Part>) -> Vec<u8> {
+    // One bit per window of this rank: the new one takes a number that is free on all ranks.
+    let alive = group.windows.load().iter().fold(0u64, |alive, window| alive | 1 << (window.id - 1));
+    match own {
+        Ok((part, segment)) => {
+            let bytes = part.as_ref().map_or(0, |part| part.bytes() as u64);
+            [&[HELLO_PART][..], &alive.to_le_bytes(), &bytes.to_le_bytes(), segment].concat()
         }
-        _ => Err(Error::new(
-            Status::OutOfMemory,
-            format!(
-                "rank {rank} could not allocate its part: {}",
-                String::from_utf8_lossy(hello.get(1..).unwrap_or_default())
-            ),
-        )),
-    };
-    hellos.iter().enumerate().map(one).collect()
+        Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
+    }
 }
+
+/// The number of the new window, and each rank's size and segment.
+fn parse(hellos: &[Vec<u8>]) -> Result<(u32, Vec<Offer>)> {
+    let mut alive = 0;
+    let one = |(rank, hello): (usize, &Vec<u8>)| {
+        let word = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        if hello.len() != HELLO_BYTES || hello[0] != HELLO_PART {
+            return Err(Error::new(
+                Status::OutOfMemory,
+                format!(
+                    "rank {rank} could not allocate its part: {}",
+                    String::from_utf8_lossy(hello.get(1..).unwrap_or_default())
+                ),
+            ));
+        }
+        alive |= word(1);
+        let mut id = SegmentId::default();
+        id.copy_from_slice(&hello[17..]);
+        Ok(Offer { bytes: word(9) as usize, id })
+    };
+    let offers = hellos.iter().enumerate().map(one).collect::<Result<Vec<Offer>>>()?;
+    if alive == u64::MAX {
+        return Err(Error::new(
+            Status::Capacity,
+            format!("{MAX_WINDOWS} windows are alive already; release one first, on every rank"),
+        ));
+    }
+    Ok((alive.trailing_ones() + 1, offers))
+}
+
+const _: () = assert!(MAX_WINDOWS == u64::BITS as usize);
 
 fn map_parts(
     group: &Group,
     id: u32,
-    own: Option<Arc<Mapping>>,
-    peers: &[(usize, SegmentId)],
+    own: Option<Memory>,
+    offers: &[Offer],
     deadline: Instant,
-) -> Result<Vec<Option<Arc<Mapping>>>> {
-    if let Some(fd) = own.as_ref().and_then(|own| own.fd()) {
-        for peer in 0..group.num_ranks {
-            if let Some(link) = group.link(peer) {
-                link.send_fd(peer, id.into(), fd)?;
-            }
+) -> Result<(u32, Vec<Option<Memory>>)> {
+    let parts = group.reach(deadline).share(own.as_ref(), offers, id.into())?;
+    for (peer, part) in parts.iter().enumerate() {
+        if let (true, Some(Memory::Host(mapping))) = (group.link(peer).is_some(), part) {
+            mapping.populate();
         }
     }
-    let part = |(peer, (bytes, segment)): (usize, &(usize, SegmentId))| {
-        if peer == group.rank {
-            return Ok(own.clone());
-        }
-        match group.link(peer) {
-            _ if *bytes == 0 => Ok(None),
-            None => find(segment).map(Some).ok_or_else(|| {
-                Error::new(Status::PeerLost, format!("rank {peer} left while its window was being mapped"))
-            }),
-            Some(link) => {
-                let mapping = Mapping::attach(link.receive_fd(peer, id.into(), deadline)?, *bytes)?;
-                mapping.populate();
-                Ok(Some(Arc::new(mapping)))
-            }
-        }
-    };
-    peers.iter().enumerate().map(part).collect()
+    Ok((id, parts))
 }
 
 /// The windows of a group as one call sees them.
