@@ -67,6 +67,9 @@ pub struct Case {
     pub wild: bool,
 }
 
+/// Elements that a rank sends at most in a random case.
+const WORK: usize = 4 << 20;
+
 impl Case {
     /// A random case; the same on every rank.
     pub fn random(seed: u64, num_ranks: usize) -> Case {
@@ -75,6 +78,8 @@ impl Case {
         let experts = rng.pick(&[num_ranks, 8, 17, 64, 256]).max(1);
         let topk = rng.pick(&[1, 2, 3, 6, 8, 16]);
         let most = rng.pick(&[1, 7, 64, 300, 1024]);
+        // The host has to do the same.
+        let widest = (WORK / (most * topk)).max(64);
         let payload = |rng: &mut Rng| {
             let dtype = rng.pick(&[Dtype::Bf16, Dtype::F8E4M3, Dtype::F32, Dtype::F16, Dtype::I32]);
             // Rows of a multiple of 16 bytes mostly, since others take the slow path.
@@ -82,7 +87,7 @@ impl Case {
                 true => 1 + rng.below(100),
                 false => rng.pick(&[16, 64, 128, 512, 2048, 7168]),
             };
-            Payload { dtype, cols, window: !rng.one_in(3) }
+            Payload { dtype, cols: cols.min(widest / 16 * 16), window: !rng.one_in(3) }
         };
         let count = 1 + rng.below(3);
         let orders: &[i32] = if layout == Layout::Flat { &[0, 2, 3] } else { &[0, 1, 2, 3] };
@@ -101,7 +106,7 @@ impl Case {
             order: rng.pick(orders),
             bias: rng.below(3),
             combine_dtype: rng.pick(&[Dtype::Bf16, Dtype::Bf16, Dtype::F16, Dtype::F32]),
-            combine_cols: rng.pick(&[8, 64, 512, 2048, 7168, 33]),
+            combine_cols: rng.pick(&[8, 64, 512, 2048, 7168, 33]).min(widest / 16 * 16),
             combine_window: true,
             return_weights: rng.one_in(3),
             wild: rng.one_in(4),

@@ -23,8 +23,8 @@ pub struct Rank {
     meeting: TcpBootstrap,
 }
 
-/// Windows: rows of the largest case.
-const HOST_WINDOW: usize = 1 << 30;
+/// Room for the random cases; what does not fit lies outside the window.
+const WINDOW: usize = 192 << 20;
 
 impl Rank {
     pub fn join(options: &Options, rank: usize, ids: &[UniqueId; 3]) -> Result<Rank> {
@@ -42,11 +42,11 @@ impl Rank {
         let on_cuda = GroupConfig { backend: 2, ..config };
         let cuda = Group::create_on(backend, &on_cuda, Box::new(connect(&ids[0])?), deadline)?;
         let host = Group::create(&config, Box::new(connect(&ids[1])?), deadline)?;
-        // Rows of one benchmark, twice, and the same for the host without the second.
+        // Rows of the large case, of its dispatch and of its combine.
         let rows = options.tokens * options.ranks.min(options.topk) + 1024;
-        let cuda_window = (2 * rows * options.hidden * 2 + (64 << 20)).max(HOST_WINDOW);
-        let cuda = Side { arena: Arena::new(&cuda, Some(device.pool()), cuda_window)?, group: cuda };
-        let host = Side { arena: Arena::new(&host, None, HOST_WINDOW)?, group: host };
+        let window = (2 * rows * options.hidden * 2).max(WINDOW);
+        let cuda = Side { arena: Arena::new(&cuda, Some(device.pool()), window)?, group: cuda };
+        let host = Side { arena: Arena::new(&host, None, window)?, group: host };
         if rank == 0 {
             println!("{}; {}", device.describe(), cuda.group.info().backend_reason);
         }
