@@ -7,12 +7,13 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Which members of the workspace each one may depend on, whether to build, to run or to test.
-const ALLOWED: [(&str, &[&str]); 5] = [
+const ALLOWED: [(&str, &[&str]); 6] = [
     ("ep-core", &[]),
     ("ep-fabric", &["ep-core"]),
     ("ep-cuda", &["ep-core"]),
     ("ep", &["ep-core", "ep-fabric", "ep-cuda"]),
-    ("ep-cli", &["ep-core", "ep-fabric", "ep-cuda", "ep"]),
+    ("ep-peer", &["ep-core"]),
+    ("ep-cli", &["ep-core", "ep-fabric", "ep-cuda", "ep", "ep-peer"]),
 ];
 
 /// The dependencies among the members of a workspace, from the output of `cargo metadata --no-deps`.

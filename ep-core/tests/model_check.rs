@@ -92,7 +92,7 @@ fn mismatched_calls_fail_on_all_ranks_and_the_next_ones_work() {
         }
     }
     let rows = Config { cells: [[2; 3]; 3], ..odd_one_out(&[DISPATCH, COMBINE], 1, UPDATE) };
-    holds("update among dispatches, 2 rows", 100_000, rows);
+    holds("update among dispatches, 2 rows", 50_000, rows);
     let mut three = odd_one_out(&[DISPATCH, UPDATE], 1, COMBINE);
     three.calls[1][0][0] = UPDATE;
     holds("three different calls", 1_000, three);
@@ -161,10 +161,12 @@ fn seeded_mistakes_are_found() {
     let ahead = Config { issue: Issue::AfterDescriptors, ..two(&[DISPATCH; 2]) };
     finds("arrival compared for equality", ENDED, with(Mistake::ArrivalComparedForEquality, ahead));
     let stop = |calls: &[Call]| with_stop(Config::new(2, calls));
-    finds("abort not checked", ENDED, with(Mistake::AbortNotChecked, stop(&[UPDATE])));
+    finds("abort not checked", ENDED, with(Mistake::AbortNotChecked, stop(&[UPDATE; 2])));
     finds("reuse after abort", MEMORY, with(Mistake::ReuseAfterAbort, stop(&[DISPATCH])));
     finds("start after abort", MEMORY, with(Mistake::StartAfterAbort, stop(&[DISPATCH; 3])));
     let three = with_stop(Config::new(3, &[UPDATE; 2]));
+    let claim = Config { deadlines: Deadlines::Spurious(2), ..stop(&[DISPATCH; 3]) };
+    finds("a claim without a record does not break", MEMORY, with(Mistake::ClaimDoesNotBreak, claim));
     finds("a timeout looks for no older record", NAMED, with(Mistake::TimeoutLooksNowhere, three));
 }
 
@@ -173,6 +175,8 @@ fn a_rank_that_stops_is_named_to_all_and_does_no_harm_when_it_goes_on() {
     holds("2 ranks", 500, with_stop(Config::new(2, &[UPDATE, DISPATCH, COMBINE])));
     holds("3 ranks, update and dispatch", 100_000, with_stop(Config::new(3, &[UPDATE, DISPATCH])));
     holds("3 ranks, combine and dispatch", 100_000, with_stop(Config::new(3, &[COMBINE, DISPATCH])));
+    let three = with_stop(Config::new(3, &[DISPATCH, COMBINE, UPDATE]));
+    holds("3 ranks, dispatch, combine and update", 200_000, three);
     let mut odd = with_stop(odd_one_out(&[DISPATCH], 1, OTHER_SHAPE));
     holds("3 ranks, the odd one stops", 10_000, odd.clone());
     odd.stopper = Some(1);
@@ -201,26 +205,31 @@ fn lanes_are_independent_but_one_thread_orders_its_calls() {
 }
 
 #[test]
-fn rings_wrap_give_credit_and_survive_failed_epochs() {
+fn rings_wrap_give_room_back_and_survive_failed_epochs() {
     use ring::Mistake::*;
-    let epochs = vec![(5, false), (4, true), (4, false), (2, false)];
-    let config = ring::Config { capacity: 3, epochs, both: false, mistake: None };
-    holds("one ring", 500, config.clone());
-    holds("one ring of one byte", 100, ring::Config { capacity: 1, ..config.clone() });
-    holds("a ring each way", 100_000, ring::Config { both: true, ..config.clone() });
-    let mistakes = [
-        (HeadBeforeBytes, ring::COPIED),
-        (TailBeforeCopy, ring::COPIED),
-        (ArrivalBeforeHead, ring::COPIED),
-        (SpaceOffByOne, ring::BOUNDED),
-        (NothingSkipped, ring::COPIED),
-        (SkippedBeforeArrival, ring::COPIED),
-        (WaitsForSpaceOnly, ring::ENDED),
-        (SendsBeforeReceives, ring::ENDED),
-    ];
-    for (mistake, property) in mistakes {
-        let both = mistake == SendsBeforeReceives;
-        let config = ring::Config { mistake: Some(mistake), both, ..config.clone() };
-        finds(&format!("ring: {mistake:?}"), property, config);
+    let epochs =
+        vec![(vec![2, 1, 2, 2, 1, 2, 2], false), (vec![1, 2, 2, 2, 2], true), (vec![2, 1, 2], false)];
+    let one = ring::Config { capacity: 8, epochs, both: false, mistake: None };
+    holds("one ring", 500, one.clone());
+    let epochs = vec![(vec![1; 6], false), (vec![1; 3], true), (vec![1; 2], false)];
+    let both = ring::Config { capacity: 4, epochs, both: true, mistake: None };
+    holds("a ring each way", 100_000, both.clone());
+    for mistake in [
+        HeadBeforeBytes,
+        TailBeforeCopy,
+        ArrivalBeforeHead,
+        RoomOffByOne,
+        NothingSkipped,
+        SkippedBeforeArrival,
+    ] {
+        let config = ring::Config { mistake: Some(mistake), ..one.clone() };
+        finds(&format!("ring: {mistake:?}"), ring::COPIED, config);
     }
+    let waits = ring::Config { mistake: Some(WaitsForRoomOnly), ..one.clone() };
+    finds("ring: WaitsForRoomOnly", ring::ENDED, waits);
+    let sends = ring::Config { mistake: Some(SendsBeforeReceives), ..both };
+    finds("ring: SendsBeforeReceives", ring::ENDED, sends);
+    let large = ring::Config { epochs: vec![(vec![3, 6], false)], ..one };
+    assert!(large.ring().max_piece() < 6);
+    finds("ring: a piece larger than the ring can take", ring::ENDED, large);
 }

@@ -11,6 +11,7 @@
 #![expect(unreachable_pub, reason = "a test binary exports nothing")]
 
 mod abi;
+mod calls;
 mod case;
 mod cell;
 mod generate;

@@ -120,6 +120,7 @@ pub(crate) fn combine(
             break;
         }
         if progress {
+            exchange.check_deadline("its tokens")?;
             exchange.progressed();
         } else {
             exchange.wait(bell, |exchange| owner.missing(exchange))?;
@@ -233,7 +234,6 @@ impl<'a> Owner<'a> {
 
     /// Adds tokens until rows are missing, or it is the server's turn.
     fn fetch(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        exchange.check_deadline("its own tokens")?;
         if exchange.mismatched() {
             return self.say_done(exchange);
         }
@@ -435,9 +435,12 @@ impl<'a> Owner<'a> {
         if unknown.count > 0 {
             return unknown;
         }
-        let ringed = |rank: usize| self.peers[rank].rows.is_none() && !self.peers[rank].arrived;
-        let pieces = Missing::among(num_ranks, "rows through the ring", ringed);
-        if pieces.count > 0 && self.token < self.combine.num_tokens {
+        let absent = |rank: usize| {
+            let peer = &self.peers[rank];
+            self.opened && peer.rows_of_token > 0 && peer.rows.is_none() && peer.piece.is_none()
+        };
+        let pieces = Missing::among(num_ranks, "rows through the ring", absent);
+        if pieces.count > 0 {
             return pieces;
         }
         Missing::among(num_ranks, "the end of its reading", |rank| {

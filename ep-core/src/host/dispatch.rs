@@ -66,6 +66,7 @@ pub(crate) fn dispatch(
             break;
         }
         if progress {
+            exchange.check_deadline("its rows")?;
             exchange.progressed();
         } else {
             exchange.wait(bell, |_| missing(sender.peers(), receiver.peers()))?;

@@ -3,6 +3,7 @@
 //! `exchange` is what every call does: publish a descriptor to each peer, read theirs, agree. `update`,
 //! `dispatch` and `combine` are the calls. `copy`, `ring` and `reduce` move and add bytes.
 
+mod blame;
 mod call;
 mod combine;
 mod copy;

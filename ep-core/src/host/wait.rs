@@ -28,7 +28,7 @@ impl Patience {
 }
 
 /// The longest sleep: how soon a waiter notices an abort or a dead peer without being woken.
-const SLICE: Duration = Duration::from_millis(20);
+pub(super) const SLICE: Duration = Duration::from_millis(20);
 
 /// The doorbell of one lane of one rank. Publishers write their words, then ring.
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +65,7 @@ impl<'a> Doorbell<'a> {
     }
 
     /// Sleeps until the count differs from `seen`, at most `time`.
-    fn sleep(&self, seen: u32, time: Duration) {
+    pub(super) fn sleep(&self, seen: u32, time: Duration) {
         let sleeping = self.segment.u32(self.sleeping);
         // Relaxed: ordered by the fence.
         sleeping.store(1, Ordering::Relaxed);

@@ -1,101 +1,96 @@
 //! The protocol between the ranks of one node, as tables: the words in shared memory, and what a rank
-//! does with a peer when it sees them. Pure; the engine stores and loads, `tests/model_check.rs` explores
-//! every interleaving of these very functions. `docs/PROTOCOL.md` tells the same story at length.
+//! does with a peer when it sees them. Pure: the engine stores and loads, `tests/model_check.rs` explores
+//! every interleaving of these functions. `docs/PROTOCOL.md` tells the same at length, with the reasons.
 //!
 //! # Words
 //!
-//! One set per lane and per ordered pair (writer `p`, reader `r`), in memory that `r` owns and only `p`
-//! writes, but for `abort`, which is one word per rank that any rank may set. Every word is 8 bytes,
-//! aligned, accessed atomically. "e" is the epoch: the count of collective calls in the lane, from 1.
+//! One set per lane and ordered pair (writer `p`, reader `r`), in memory that `r` owns and only `p` writes;
+//! but one `error` per rank. [`crate::wire`] has their places. `e` is the epoch, the number of the call in its
+//! lane, from 1; `D` is [`DESC_SLOTS`]. A word that is released by its writer is acquired by its reader.
 //!
-//! | word | owner | writer | reader | written | order, partner | proves | reuse |
-//! |---|---|---|---|---|---|---|---|
-//! | `desc[e % D]` content | `r` | `p` | `r` | before its epoch word | plain; ordered by the epoch word | - | as its epoch word |
-//! | `desc[e % D].epoch` | `r` | `p` | `r` | when `p` issues `e`, to every peer, in success and failure alike | release; acquired by `r` until it equals `e` | the content is there; `p` has ended `e - 1`, so `p` is through with everything of `e - 1` and before; `r` may act on the memory it describes until it stores `arrival(e)` | `p` overwrites it with `e + D` after its own `e + D - 1` ended: that took `desc(e + D - 1)` of `r`, so `r` had ended `e + D - 2 >= e` |
-//! | `arrival` | `r` | `p` | `r` | once per epoch, after `desc(e)` of `r` was read and met `p`'s, when `p`'s last store or load there is done | release (orders also the loads before it); acquired until it covers `e` | `p` touches nothing any more that `r`'s `desc(e)` described; in an epoch that ends Ok all of `p`'s rows are there (dispatch) or all were read (combine) | monotonic, never reset |
-//! | `ring_head` | `r` | `p`, source of the ring | `r` | after the bytes, and before `arrival(e)` | release; acquired by `r` | bytes below it may be copied out | monotonic count of bytes |
-//! | `ring_tail` | `r` | `p`, consumer of `r`'s bytes | `r`, the source | after the copy out; in a failed epoch after `arrival(e)`, when the rest is skipped | release; acquired by `r` before it stores over those bytes | bytes below it may be overwritten | monotonic count of bytes |
-//! | `abort` | any rank | its owner or a peer | its owner, and a peer about to record a timeout | first error only | CAS from 0, acquire and release; loaded with acquire by every wait | the group is broken, and why | never reset |
+//! | word | owner, reader | writer | store | reuse |
+//! |---|---|---|---|---|
+//! | `desc[e % D]` body, tail | `r` | `p` | plain, before its epoch word | as its epoch word |
+//! | `desc[e % D].epoch` | `r` | `p` | release; acquired until it is `e` | by `e + D` |
+//! | `arrival` | `r` | `p` | release; acquired until [`has_arrived`] | only grows |
+//! | `ring_head` | `r`, consumer | `p`, source | release, after the bytes | only grows |
+//! | `ring_tail` | `r`, source | `p`, consumer | release, after the bytes were read | only grows |
+//! | `request_head` | `r`, holder | `p`, owner of tokens | release, after the entries | only grows |
+//! | `request_tail` | `r`, owner of tokens | `p`, holder | release, after they were read | only grows |
+//! | `error.state` | each rank, all | any rank | CAS 0 to 1; release of 2, after the record | never |
+//!
+//! What they prove to the reader, and when they are written:
+//!
+//! - `desc.epoch` is stored when `p` issues `e`, to every peer, in success and failure alike. Body and tail
+//!   are there. `p` has ended `e - 1`, so it is through with everything of `e - 1` and before. `r` may act on
+//!   the memory that the descriptor names until `r` stores `arrival(e)`.
+//!   *Reuse:* `p` issues `e + D` after its `e + D - 1` ended. That took `desc(e + D - 1)` of `r`, so `r` had
+//!   ended `e + D - 2`, which is not before `e`.
+//! - `arrival` is stored once per epoch in which the two met and rows move, when `p`'s last store or load in
+//!   `r`'s memory is done. `p` touches nothing any more that `r`'s `desc(e)` named. If the epoch ends Ok, all
+//!   of `p`'s rows are there (dispatch), or `p` has read all that it needs (combine).
+//! - `ring_head`: the bytes below it may be taken. The last one of `e` precedes `arrival(e)`.
+//! - `ring_tail`: the bytes below it may be overwritten. In a failed epoch the consumer skips to the head,
+//!   after it saw `arrival(e)`.
+//! - `request_head`, `request_tail`: the same for the requests of a combine, which are stored only after all
+//!   descriptors were read and met, so never in an epoch that fails.
+//! - `error.state` not 0: the group is broken. 2: the record says why.
 //!
 //! # A call
 //!
 //! | state | event | action | next |
 //! |---|---|---|---|
-//! | Start | own abort word is set | nothing: return the record | Broken |
-//! | Start | - | store `desc(e)` to every peer, content then epoch word | Run |
-//! | Run | an event of a peer | [`peer_step`] with that peer; never stay with one peer while another has an event | Run |
-//! | Run | every peer is [`PeerState::Closed`] | the memory described by `desc(e)` is the caller's again; return the verdict | Ended, `e` is used |
-//! | Run | own abort word is set | stop; memory described by `desc(e)` stays quarantined | Broken |
-//! | Run | deadline passed | look for a record in the abort words of the peers, else make one that names a peer with no event; CAS it into the own abort word, then into each peer's | Broken |
-//! | Broken | any further call | nothing: return the record | Broken |
+//! | Start | own error is not 0 | none; return the record | Broken |
+//! | Start | - | store `desc(e)` to every peer, epoch word last | Run |
+//! | Run | an event of a peer | [`peer_step`]; never stay with one peer while another has an event | Run |
+//! | Run | all peers are [`PeerState::Closed`] | the caller has its memory back; return the verdict | Ended |
+//! | Run | own error is 2 | stop; what `desc(e)` named stays quarantined | Broken |
+//! | Run | the deadline passed | record it, see below; then as above | Broken |
+//! | Broken | any further call | none; return the record | Broken |
+//!
+//! Recording: if a peer has a record, take that, else make one that names a peer without an event. Set it
+//! as the own error, then, or whatever was there before it, as each peer's, where there is none. A claim (1)
+//! whose rank stopped breaks the group too: who finds one waits on to its own deadline.
 //!
 //! # A peer within a call
 //!
-//! [`peer_step`] is this table. "met" is [`Signature::meets`].
+//! [`peer_step`] is this table. Two descriptors *meet* if their signatures are equal and neither is of a call
+//! that failed by itself. Apart from those this is equality, hence transitive: either all ranks meet, or
+//! every rank has a peer it does not meet. So who has read all descriptors knows how the epoch ends everywhere.
 //!
-//! | state | event | plan_update | dispatch, combine | next |
-//! |---|---|---|---|---|
-//! | AwaitDescriptor | `desc(e)` is there and met | copy the counts | keep the credit | Closed; Moving |
-//! | AwaitDescriptor | `desc(e)` is there and not met | verdict is Mismatch; owe and await nothing | the same | Closed |
-//! | Moving | a row is left, verdict is Ok | - | move it: store it into the peer's memory, or read it there | Moving |
-//! | Moving | no row is left | - | store `arrival(e)`, Complete | AwaitArrival |
-//! | Moving | verdict is Mismatch | - | store `arrival(e)`, Cut | AwaitArrival |
-//! | AwaitArrival | `arrival` covers `e` | - | empty the ring: copy out the rest, or skip it if the verdict is Mismatch | Closed |
+//! | state | event | action | next |
+//! |---|---|---|---|
+//! | AwaitDescriptor | `desc(e)` is there and met; plan_update | copy the counts | Closed |
+//! | AwaitDescriptor | `desc(e)` is there and met; dispatch, combine | keep the credit | Moving |
+//! | AwaitDescriptor | `desc(e)` is there and not met | verdict becomes Mismatch | Closed |
+//! | Moving | a row is left, verdict is Ok | store it into, or read it in, the peer's memory | Moving |
+//! | Moving | no row is left, or verdict is Mismatch | store `arrival(e)` | AwaitArrival |
+//! | AwaitArrival | [`has_arrived`] | take the rest of its ring; skip it if Mismatch | Closed |
+//!
+//! The consumer side of a ring is not a state: pieces are taken in every state of a peer, as they come.
 
 mod words;
 
-pub use words::{AbortRecord, Arrival, ArrivalStatus, DESC_SLOTS, Ring, Site, slot_of};
+pub use words::{DESC_SLOTS, Ring, has_arrived, slot_of};
 
 /// What a collective call does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
 pub enum Kind {
     /// Exchanges counts; touches no peer's memory but the words.
-    PlanUpdate = 1,
+    PlanUpdate,
     /// Stores rows into the peers' memory.
-    Dispatch = 2,
+    Dispatch,
     /// Reads rows in the peers' memory.
-    Combine = 3,
+    Combine,
     /// A call that failed on its own rank before its descriptor was out. It uses its epoch, so that the
     /// lane stays in step, and fails it for everyone.
-    Failed = 4,
+    Failed,
 }
 
 impl Kind {
-    /// The kind with this number; any other number is [`Kind::Failed`], which meets nothing.
-    pub const fn from_code(code: u8) -> Kind {
-        match code {
-            1 => Kind::PlanUpdate,
-            2 => Kind::Dispatch,
-            3 => Kind::Combine,
-            _ => Kind::Failed,
-        }
-    }
-
     /// True if a peer may touch this rank's memory on behalf of the call.
     pub const fn moves_rows(self) -> bool {
         matches!(self, Kind::Dispatch | Kind::Combine)
-    }
-}
-
-/// What all ranks must agree on before a row moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Signature {
-    /// The operation.
-    pub kind: Kind,
-    /// The epoch of the update that gave the plan its routing; of an update, its own.
-    pub update: u64,
-    /// A hash of everything else that must be the same: layout, top-k, experts, dtypes, columns, order.
-    pub shape: u64,
-}
-
-impl Signature {
-    /// True if the two calls are the same collective call. Apart from failed calls, which meet nothing,
-    /// this is equality, hence transitive: either all ranks meet, or every rank has a peer it does not
-    /// meet. So each rank that has seen all descriptors knows how the epoch ends on all ranks, and no
-    /// further message is needed to agree.
-    pub fn meets(&self, other: &Signature) -> bool {
-        self == other && self.kind != Kind::Failed
     }
 }
 
@@ -110,8 +105,8 @@ pub enum Verdict {
 
 impl Verdict {
     /// The verdict before any descriptor was read.
-    pub const fn at_start(own: &Signature) -> Verdict {
-        match own.kind {
+    pub const fn at_start(own: Kind) -> Verdict {
+        match own {
             Kind::Failed => Verdict::Mismatch,
             _ => Verdict::Ok,
         }
@@ -134,9 +129,9 @@ pub enum PeerState {
 /// What a call can see about one peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PeerEvent {
-    /// Its descriptor is there and its signature meets.
+    /// Its descriptor is there, and the two meet.
     DescriptorMet,
-    /// Its descriptor is there and its signature does not meet.
+    /// Its descriptor is there, and the two do not meet.
     DescriptorDiffers,
     /// A row between the two is left, and can be moved now.
     RowLeft,
@@ -144,8 +139,8 @@ pub enum PeerEvent {
     RowsDone,
     /// The verdict has become Mismatch.
     Mismatch,
-    /// Its arrival word covers the epoch.
-    Arrival,
+    /// Its arrival word says that it is done with this rank's memory.
+    Arrived,
 }
 
 /// What a call does on an event.
@@ -160,9 +155,8 @@ pub enum PeerAction {
     /// Move one row.
     MoveRow,
     /// Release-store the arrival word. Nothing of the peer is touched behind it.
-    StoreArrival(ArrivalStatus),
-    /// Bring the tail of the peer's ring up to its head, which is final: copied out if the verdict is Ok,
-    /// skipped otherwise.
+    StoreArrival,
+    /// Take what is left in the peer's ring, whose head is final; skip it if the verdict is Mismatch.
     EmptyRing,
 }
 
@@ -176,9 +170,8 @@ pub const fn peer_step(kind: Kind, state: PeerState, event: PeerEvent) -> Option
         (AwaitDescriptor, PeerEvent::DescriptorMet) => Some((TakeCounts, Closed)),
         (AwaitDescriptor, PeerEvent::DescriptorDiffers) => Some((SetMismatch, Closed)),
         (Moving, PeerEvent::RowLeft) => Some((MoveRow, Moving)),
-        (Moving, PeerEvent::RowsDone) => Some((StoreArrival(ArrivalStatus::Complete), AwaitArrival)),
-        (Moving, PeerEvent::Mismatch) => Some((StoreArrival(ArrivalStatus::Cut), AwaitArrival)),
-        (AwaitArrival, PeerEvent::Arrival) => Some((EmptyRing, Closed)),
+        (Moving, PeerEvent::RowsDone | PeerEvent::Mismatch) => Some((StoreArrival, AwaitArrival)),
+        (AwaitArrival, PeerEvent::Arrived) => Some((EmptyRing, Closed)),
         _ => None,
     }
 }
@@ -187,29 +180,10 @@ pub const fn peer_step(kind: Kind, state: PeerState, event: PeerEvent) -> Option
 mod tests {
     use super::*;
 
-    fn signature(kind: Kind) -> Signature {
-        Signature { kind, update: 7, shape: 9 }
-    }
-
     #[test]
-    fn signatures_meet_only_when_all_of_them_is_equal() {
-        let own = signature(Kind::Dispatch);
-        assert!(own.meets(&own));
-        assert!(!own.meets(&signature(Kind::Combine)));
-        assert!(!own.meets(&Signature { update: 8, ..own }));
-        assert!(!own.meets(&Signature { shape: 8, ..own }));
-    }
-
-    #[test]
-    fn a_failed_call_meets_nothing_and_ends_in_mismatch() {
-        let failed = signature(Kind::Failed);
-        assert!(!failed.meets(&failed));
-        assert_eq!(Verdict::at_start(&failed), Verdict::Mismatch);
-        assert_eq!(Verdict::at_start(&signature(Kind::Combine)), Verdict::Ok);
-        for code in 0..=u8::MAX {
-            let kind = Kind::from_code(code);
-            assert!(kind as u8 == code || kind == Kind::Failed);
-        }
+    fn a_call_that_failed_by_itself_can_only_end_in_mismatch() {
+        assert_eq!(Verdict::at_start(Kind::Failed), Verdict::Mismatch);
+        assert_eq!(Verdict::at_start(Kind::Combine), Verdict::Ok);
     }
 
     #[test]
@@ -222,11 +196,11 @@ mod tests {
         };
         let closed = Some(PeerState::Closed);
         assert_eq!(walk(Kind::PlanUpdate, &[DescriptorMet]), closed);
-        assert_eq!(walk(Kind::Dispatch, &[DescriptorMet, RowLeft, RowLeft, RowsDone, Arrival]), closed);
-        assert_eq!(walk(Kind::Combine, &[DescriptorMet, RowLeft, Mismatch, Arrival]), closed);
+        assert_eq!(walk(Kind::Dispatch, &[DescriptorMet, RowLeft, RowLeft, RowsDone, Arrived]), closed);
+        assert_eq!(walk(Kind::Combine, &[DescriptorMet, RowLeft, Mismatch, Arrived]), closed);
         assert_eq!(walk(Kind::Combine, &[DescriptorDiffers]), closed);
-        assert_eq!(walk(Kind::Dispatch, &[DescriptorMet, Arrival]), None, "arrival waits behind the rows");
-        for event in [DescriptorMet, DescriptorDiffers, RowLeft, RowsDone, Mismatch, Arrival] {
+        assert_eq!(walk(Kind::Dispatch, &[DescriptorMet, Arrived]), None, "arrival waits behind the rows");
+        for event in [DescriptorMet, DescriptorDiffers, RowLeft, RowsDone, Mismatch, Arrived] {
             assert_eq!(peer_step(Kind::Dispatch, PeerState::Closed, event), None);
         }
     }

@@ -1,195 +1,68 @@
-//! The bit layout of the protocol words, and the arithmetic on epochs and rings.
-//!
-//! Everything here is a pure function of numbers. Where the words live, who writes them and in which
-//! memory order is told by the table in [`super`].
+//! Arithmetic on the protocol's words: pure functions of numbers.
 
-use crate::error::Status;
+use crate::wire::DEPTH;
 
-/// Descriptor slots of a (writer, reader) pair in a lane: epoch `e` uses slot `e % DESC_SLOTS`.
+/// Descriptor slots of a (writer, reader) pair in a lane.
 ///
 /// Two are enough while a lane issues `e` only after its `e - 1` ended. Three also allow issuing `e` once
 /// the descriptors of `e - 1` were read, as the halves of a low-latency call do, while kernels still use
 /// the credits of `e - 1` in their slots. `tests/model_check.rs` shows that one fewer fails in each case.
-pub const DESC_SLOTS: usize = 3;
+pub const DESC_SLOTS: usize = DEPTH as usize;
 
 /// The slot of an epoch's descriptor.
 pub const fn slot_of(epoch: u64) -> usize {
     (epoch % DESC_SLOTS as u64) as usize
 }
 
-/// How the writer of an arrival word left its part of the epoch. For people and flight recorders: no
-/// decision may rest on it, because the descriptors alone decide how an epoch ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum ArrivalStatus {
-    /// All rows of the pair were stored (dispatch) or read (combine).
-    Complete = 0,
-    /// The writer knows that the epoch fails and left out the rest of the rows.
-    Cut = 1,
+/// True if a loaded arrival word proves that its writer is done with this rank's memory of `epoch`. A later
+/// epoch proves it too: with low-latency halves the next arrival may overwrite one that was not seen yet.
+pub const fn has_arrived(word: u64, epoch: u64) -> bool {
+    word >= epoch
 }
 
-/// The arrival word: `epoch << 8 | status`. It only grows. From `p` to `r` it says: "`p` touches nothing
-/// any more of what `r` described in its descriptors up to `epoch`".
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Arrival {
-    /// The epoch that the writer has finished toward the reader.
-    pub epoch: u64,
-    /// How it finished.
-    pub status: ArrivalStatus,
-}
-
-impl Arrival {
-    /// The largest epoch the word can hold: at a million calls a second it lasts two thousand years.
-    pub const MAX_EPOCH: u64 = (1 << 56) - 1;
-
-    /// The word to store. Epochs start at 1, so no word that was stored is 0.
-    pub const fn pack(self) -> u64 {
-        debug_assert!(self.epoch >= 1 && self.epoch <= Self::MAX_EPOCH);
-        self.epoch << 8 | self.status as u64
-    }
-
-    /// What a loaded word says; None for 0, the word of a writer that has finished nothing yet.
-    pub const fn unpack(word: u64) -> Option<Arrival> {
-        let status = if word & 0xff == 0 { ArrivalStatus::Complete } else { ArrivalStatus::Cut };
-        match word >> 8 {
-            0 => None,
-            epoch => Some(Arrival { epoch, status }),
-        }
-    }
-
-    /// True if a loaded word proves that its writer has finished `epoch`. A later epoch proves it too.
-    pub const fn covers(word: u64, epoch: u64) -> bool {
-        word >> 8 >= epoch
-    }
-}
-
-/// Which wait or check made the record in an abort word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Site {
-    /// No wait: the caller's abort, or a defect that was caught.
-    Call = 0,
-    /// Waiting for `desc(e)` of the peer.
-    Descriptor = 1,
-    /// Waiting for `arrival(e)` of the peer.
-    Arrival = 2,
-    /// Waiting for space in the ring the peer consumes.
-    RingSpace = 3,
-    /// Waiting for bytes in the ring the peer fills.
-    RingBytes = 4,
-    /// Found dead while no call waited for it.
-    Health = 5,
-}
-
-/// The first error of a rank: the content of its abort word. All of it fits in one word, so that whoever
-/// loads the word has the whole record and the CAS from 0 can have only one winner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct AbortRecord {
-    /// `Timeout`, `PeerLost`, `Aborted`, `Internal` or `DeviceLost`.
-    pub cause: Status,
-    /// Where it was noticed.
-    pub site: Site,
-    /// The rank that noticed it.
-    pub rank: usize,
-    /// The rank it is blamed on; `rank` itself if on no peer.
-    pub peer: usize,
-    /// The lane of the call that noticed it.
-    pub lane: usize,
-    /// The epoch of that call, its low 28 bits.
-    pub epoch: u64,
-}
-
-impl AbortRecord {
-    const EPOCH_MASK: u64 = (1 << 28) - 1;
-
-    /// The word to CAS in: cause 4 bits (never 0), site 4, rank 12, peer 12, lane 4, epoch 28.
-    pub fn pack(self) -> u64 {
-        debug_assert!(self.rank < 4096 && self.peer < 4096 && self.lane < 16);
-        let cause = match self.cause {
-            Status::Timeout => 1,
-            Status::PeerLost => 2,
-            Status::Aborted => 3,
-            Status::DeviceLost => 4,
-            _ => 5,
-        };
-        cause
-            | (self.site as u64) << 4
-            | (self.rank as u64) << 8
-            | (self.peer as u64) << 20
-            | (self.lane as u64) << 32
-            | (self.epoch & Self::EPOCH_MASK) << 36
-    }
-
-    /// What a loaded word says; None for 0. A word that no rank can have written counts as `Internal`,
-    /// because the words lie in memory that other processes can reach.
-    pub fn unpack(word: u64) -> Option<AbortRecord> {
-        let cause = match word & 0xf {
-            0 if word == 0 => return None,
-            1 => Status::Timeout,
-            2 => Status::PeerLost,
-            3 => Status::Aborted,
-            4 => Status::DeviceLost,
-            _ => Status::Internal,
-        };
-        let site = match word >> 4 & 0xf {
-            1 => Site::Descriptor,
-            2 => Site::Arrival,
-            3 => Site::RingSpace,
-            4 => Site::RingBytes,
-            5 => Site::Health,
-            _ => Site::Call,
-        };
-        Some(AbortRecord {
-            cause,
-            site,
-            rank: (word >> 8 & 0xfff) as usize,
-            peer: (word >> 20 & 0xfff) as usize,
-            lane: (word >> 32 & 0xf) as usize,
-            epoch: word >> 36,
-        })
-    }
-}
-
-/// The arithmetic of a staging ring: `head` and `tail` count bytes since the group was made and never
-/// wrap in practice; only offsets into the ring wrap.
+/// The arithmetic of a staging ring. Positions count bytes since the group was made; only places wrap.
+/// What goes through is cut into pieces whose sizes both sides know beforehand, and a piece is never
+/// split at the ring's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ring {
-    capacity: u64,
+    bytes: u64,
+    align: u64,
 }
 
 impl Ring {
-    /// A ring of `capacity` bytes, which is not 0.
-    pub const fn new(capacity: u64) -> Ring {
-        assert!(capacity > 0);
-        Ring { capacity }
+    /// A ring of `bytes` bytes, whose pieces begin at multiples of `align`: a divisor, at most a quarter.
+    pub const fn new(bytes: u64, align: u64) -> Ring {
+        assert!(align > 0 && bytes >= 4 * align && bytes.is_multiple_of(align));
+        Ring { bytes, align }
     }
 
-    /// Bytes published and not yet given back. None if the counts cannot belong together (the peer's
-    /// process scribbled): the group is then broken, with `Internal`.
-    pub const fn used(self, head: u64, tail: u64) -> Option<u64> {
-        match head.checked_sub(tail) {
-            Some(used) if used <= self.capacity => Some(used),
-            _ => None,
-        }
+    /// The largest piece with which a ring cannot get stuck: up to a piece may be lost before the ring's
+    /// end, and up to a quarter of the ring not yet be given back.
+    pub const fn max_piece(self) -> u64 {
+        self.bytes / 4 / self.align * self.align
     }
 
-    /// Bytes the source may store behind `head`.
-    pub const fn free(self, head: u64, tail: u64) -> Option<u64> {
-        match self.used(head, tail) {
-            Some(used) => Some(self.capacity - used),
-            None => None,
-        }
+    /// Where a piece of `bytes` begins that follows `position`, and the position behind it.
+    pub const fn piece(self, position: u64, bytes: u64) -> (u64, u64) {
+        let bytes = bytes.next_multiple_of(self.align);
+        let left = self.bytes - position % self.bytes;
+        let start = if bytes > left { position + left } else { position };
+        (start, start + bytes)
     }
 
-    /// Where the byte of this count lies.
-    pub const fn offset(self, count: u64) -> u64 {
-        count % self.capacity
+    /// True if the source may store up to `end` when the consumer has given back up to `tail`.
+    pub const fn has_room(self, end: u64, tail: u64) -> bool {
+        end - tail <= self.bytes
     }
 
-    /// How many of `want` bytes from `count` on lie in one piece, before the ring wraps.
-    pub const fn contiguous(self, count: u64, want: u64) -> u64 {
-        let room = self.capacity - self.offset(count);
-        if want < room { want } else { room }
+    /// True once the bytes from `tail` to `taken` are worth a store to give them back.
+    pub const fn worth_giving_back(self, taken: u64, tail: u64) -> bool {
+        taken - tail >= self.bytes / 4
+    }
+
+    /// Where the byte at `position` lies.
+    pub const fn place(self, position: u64) -> u64 {
+        position % self.bytes
     }
 }
 
@@ -209,62 +82,37 @@ mod tests {
     }
 
     #[test]
-    fn arrival_words_grow_and_come_back() {
-        assert_eq!(Arrival::unpack(0), None);
-        let mut last = 0;
-        for epoch in [1, 2, 3, 255, 256, Arrival::MAX_EPOCH] {
-            for status in [ArrivalStatus::Complete, ArrivalStatus::Cut] {
-                let arrival = Arrival { epoch, status };
-                let word = arrival.pack();
-                assert!(word > last, "the word only grows");
-                assert_eq!(Arrival::unpack(word), Some(arrival));
-                assert!(Arrival::covers(word, epoch) && Arrival::covers(word, epoch - 1));
-                assert!(!Arrival::covers(word, epoch + 1));
-                last = word;
-            }
-        }
-        assert!(!Arrival::covers(0, 1));
+    fn an_arrival_covers_its_epoch_and_all_before() {
+        assert!(!has_arrived(0, 1));
+        assert!(has_arrived(3, 3) && has_arrived(4, 3) && !has_arrived(2, 3));
     }
 
     #[test]
-    fn abort_records_fit_in_a_word() {
-        assert_eq!(AbortRecord::unpack(0), None);
-        let causes =
-            [Status::Timeout, Status::PeerLost, Status::Aborted, Status::Internal, Status::DeviceLost];
-        let sites =
-            [Site::Call, Site::Descriptor, Site::Arrival, Site::RingSpace, Site::RingBytes, Site::Health];
-        for cause in causes {
-            for site in sites {
-                for (rank, peer, lane, epoch) in [(0, 0, 0, 0), (4095, 4094, 15, (1 << 28) - 1)] {
-                    let record = AbortRecord { cause, site, rank, peer, lane, epoch };
-                    assert_ne!(record.pack(), 0);
-                    assert_eq!(AbortRecord::unpack(record.pack()), Some(record));
-                }
-            }
-        }
-        let long = AbortRecord {
-            cause: Status::Timeout,
-            site: Site::Arrival,
-            rank: 1,
-            peer: 2,
-            lane: 3,
-            epoch: 5 << 28 | 7,
-        };
-        assert_eq!(AbortRecord::unpack(long.pack()).map(|record| record.epoch), Some(7));
-        assert_eq!(AbortRecord::unpack(0xffff_0000).map(|record| record.cause), Some(Status::Internal));
+    fn pieces_are_aligned_and_not_split() {
+        let ring = Ring::new(256, 64);
+        assert_eq!(ring.piece(0, 1), (0, 64));
+        assert_eq!(ring.piece(64, 64), (64, 128));
+        assert_eq!(ring.piece(192, 65), (256, 384), "jumps over the end");
+        assert_eq!(ring.piece(448, 64), (448, 512), "ends at the end");
+        assert_eq!(ring.place(448), 192);
+        assert_eq!(ring.max_piece(), 64);
     }
 
     #[test]
-    fn ring_space_counts_and_wraps() {
-        let ring = Ring::new(10);
-        assert_eq!(ring.free(0, 0), Some(10));
-        assert_eq!(ring.free(25, 18), Some(3));
-        assert_eq!(ring.free(25, 15), Some(0));
-        assert_eq!(ring.used(25, 14), None, "more than the ring holds");
-        assert_eq!(ring.used(14, 25), None, "tail before head");
-        assert_eq!(ring.offset(25), 5);
-        assert_eq!(ring.contiguous(25, 4), 4);
-        assert_eq!(ring.contiguous(25, 8), 5);
-        assert_eq!(ring.contiguous(30, 10), 10);
+    fn room_and_giving_back_count_from_the_tail() {
+        let ring = Ring::new(256, 64);
+        assert!(ring.has_room(384, 128) && !ring.has_room(448, 128));
+        assert!(ring.worth_giving_back(128, 64) && !ring.worth_giving_back(128, 128));
+    }
+
+    #[test]
+    fn the_largest_piece_always_finds_room_in_a_ring_that_was_emptied() {
+        let ring = Ring::new(1024, 64);
+        for position in (0..4096).step_by(64) {
+            // The consumer has taken everything and kept just too little to give back.
+            let tail = position - (ring.max_piece() - 64).min(position);
+            assert!(!ring.worth_giving_back(position, tail));
+            assert!(ring.has_room(ring.piece(position, ring.max_piece()).1, tail));
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The steps of a call: the protocol itself, and the places where a mistake can be made.
 
-use ep_core::proto::{Arrival, ArrivalStatus, Kind, PeerAction, PeerEvent, PeerState, Verdict};
-use ep_core::proto::{peer_step, slot_of};
+use ep_core::proto::{DESC_SLOTS, Kind, PeerAction, PeerEvent, PeerState, Verdict};
+use ep_core::proto::{has_arrived, peer_step, slot_of};
 
 use super::{
     Action, CELLS, Call, Cell, Config, Issue, Local, Mistake, Outcome, Peer, State, Step, Violation,
@@ -14,7 +14,7 @@ impl Config {
 
     fn slot(&self, epoch: u8) -> usize {
         match self.slots {
-            ep_core::proto::DESC_SLOTS => slot_of(epoch.into()),
+            DESC_SLOTS => slot_of(epoch.into()),
             slots => epoch as usize % slots,
         }
     }
@@ -32,7 +32,7 @@ impl Config {
         };
         local.verdict = match self.makes(Mistake::FailedMeets) {
             true => Verdict::Ok,
-            false => Verdict::at_start(&call.signature()),
+            false => Verdict::at_start(call.kind),
         };
         for peer in self.peers(rank) {
             let idle = self.cells[rank][peer] == 0 && self.cells[peer][rank] == 0;
@@ -122,16 +122,16 @@ impl Config {
                 (local.verdict == Verdict::Mismatch && rows_left).then_some(PeerEvent::Mismatch),
             ],
             PeerState::AwaitArrival => {
-                [self.arrived(pair.arrival, epoch).then_some(PeerEvent::Arrival), None]
+                [self.arrived(pair.arrival, epoch).then_some(PeerEvent::Arrived), None]
             }
             _ => [None, None],
         }
     }
 
-    fn arrived(&self, word: u16, epoch: u8) -> bool {
+    fn arrived(&self, word: u8, epoch: u8) -> bool {
         match self.makes(Mistake::ArrivalComparedForEquality) {
-            true => word >> 8 == u16::from(epoch),
-            false => Arrival::covers(word.into(), epoch.into()),
+            true => word == epoch,
+            false => has_arrived(word.into(), epoch.into()),
         }
     }
 
@@ -152,9 +152,8 @@ impl Config {
         if local.verdict == Verdict::Mismatch && at.state == PeerState::AwaitDescriptor && !at.told {
             push(Step::Warn(peer));
         }
-        let failed = Arrival::unpack(state.memory[lane][rank][peer].arrival.into()).is_some_and(|arrival| {
-            arrival.epoch >= local.epoch.into() && arrival.status == ArrivalStatus::Cut
-        });
+        let pair = &state.memory[lane][rank][peer];
+        let failed = pair.failed && has_arrived(pair.arrival.into(), local.epoch.into());
         if local.verdict == Verdict::Ok && failed {
             push(Step::Warned(peer));
         }
@@ -182,7 +181,7 @@ impl Config {
             Step::Look(peer) => state.ranks[rank].lanes[lane].peers[peer].seen = true,
             Step::Peer(peer, event) => self.step_peer(state, rank, lane, peer, event),
             Step::Warn(peer) => {
-                self.store_arrival(state, rank, lane, peer, ArrivalStatus::Cut);
+                self.store_arrival(state, rank, lane, peer);
                 state.ranks[rank].lanes[lane].peers[peer].told = true;
             }
             Step::Warned(_) => state.ranks[rank].lanes[lane].verdict = Verdict::Mismatch,
@@ -247,10 +246,11 @@ impl Config {
         let kind = self.calls[rank][lane][epoch as usize - 1].kind;
         let at = state.ranks[rank].lanes[lane].peers[peer];
         if self.makes(Mistake::ArrivalBeforeRows) && at.state == PeerState::Moving && !at.told {
-            self.store_arrival(state, rank, lane, peer, ArrivalStatus::Complete);
+            self.store_arrival(state, rank, lane, peer);
             state.ranks[rank].lanes[lane].peers[peer].told = true;
             return;
         }
+        let unsaid = self.makes(Mistake::NoArrivalOnMismatch) && event == PeerEvent::Mismatch;
         let (action, next) = peer_step(kind, at.state, event).expect("an event of this state");
         match action {
             PeerAction::TakeCounts | PeerAction::TakeCredit | PeerAction::SetMismatch => {
@@ -262,17 +262,19 @@ impl Config {
                 }
             }
             PeerAction::MoveRow => self.move_row(state, rank, lane, peer, kind),
-            PeerAction::StoreArrival(ArrivalStatus::Cut) if self.makes(Mistake::NoArrivalOnMismatch) => {}
-            PeerAction::StoreArrival(_) if at.told => {}
-            PeerAction::StoreArrival(status) => self.store_arrival(state, rank, lane, peer, status),
+            PeerAction::StoreArrival if at.told => {}
+            PeerAction::StoreArrival if unsaid => {}
+            PeerAction::StoreArrival => self.store_arrival(state, rank, lane, peer),
             PeerAction::EmptyRing => {}
         }
         state.ranks[rank].lanes[lane].peers[peer].state = next;
     }
 
-    fn store_arrival(&self, state: &mut State, rank: usize, lane: usize, peer: usize, status: ArrivalStatus) {
-        let epoch = state.ranks[rank].lanes[lane].epoch.into();
-        state.memory[lane][peer][rank].arrival = Arrival { epoch, status }.pack() as u16;
+    fn store_arrival(&self, state: &mut State, rank: usize, lane: usize, peer: usize) {
+        let local = &state.ranks[rank].lanes[lane];
+        let pair = &mut state.memory[lane][peer][rank];
+        pair.arrival = local.epoch;
+        pair.failed = self.makes(Mistake::ArrivalStatusDecides) && local.verdict == Verdict::Mismatch;
     }
 
     fn move_row(&self, state: &mut State, rank: usize, lane: usize, peer: usize, kind: Kind) {

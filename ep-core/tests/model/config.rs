@@ -1,6 +1,6 @@
 //! What a run of the checker explores: who calls what, by which rules, and what may go wrong.
 
-use ep_core::proto::{DESC_SLOTS, Kind, Signature};
+use ep_core::proto::{DESC_SLOTS, Kind};
 
 use super::{LANES, Outcome, RANKS};
 
@@ -12,12 +12,9 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    pub(crate) fn signature(self) -> Signature {
-        Signature { kind: self.kind, update: 1, shape: self.shape.into() }
-    }
-
+    /// Two calls meet if their signatures are equal and neither failed by itself.
     pub(crate) fn meets(self, other: Call) -> bool {
-        self.signature().meets(&other.signature())
+        self == other && self.kind != Kind::Failed
     }
 }
 
@@ -39,7 +36,8 @@ pub(crate) enum Mistake {
     NoArrivalOnMismatch,
     /// A failed epoch ends when all descriptors were read, without the peers' arrival words.
     MismatchEndsOnDescriptors,
-    /// A failing rank stores arrival to all peers at once, and who loads a failed arrival fails.
+    /// Arrival words have a status. A failing rank stores a failed one to all peers at once, and who loads
+    /// it fails.
     ArrivalStatusDecides,
     /// A peer to whom and from whom no row goes is left out.
     IdlePeersSkipped,
@@ -57,6 +55,8 @@ pub(crate) enum Mistake {
     StartAfterAbort,
     /// A rank whose deadline passed does not look for an older record first.
     TimeoutLooksNowhere,
+    /// A claimed error whose record is missing does not keep the next call from starting.
+    ClaimDoesNotBreak,
 }
 
 /// When a deadline may pass.

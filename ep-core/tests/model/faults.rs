@@ -2,7 +2,7 @@
 
 use ep_core::proto::PeerState;
 
-use super::{Action, Cell, Config, Deadlines, Mistake, Outcome, Record, State, Step, Violation};
+use super::{Action, Cell, Config, Deadlines, Fault, Mistake, Outcome, Record, State, Step};
 
 impl Config {
     /// The faults, and what waiting calls do about them.
@@ -36,7 +36,7 @@ impl Config {
         if local.telling.is_some() {
             return push(Step::Tell);
         }
-        if state.ranks[rank].abort.is_some() {
+        if matches!(state.ranks[rank].fault, Fault::Set(_)) {
             if !self.makes(Mistake::AbortNotChecked) {
                 push(Step::Notice);
             }
@@ -56,10 +56,9 @@ impl Config {
     fn may_pass(&self, state: &State, rank: usize, lane: usize, quiet: bool) -> bool {
         let epoch = state.ranks[rank].lanes[lane].epoch;
         let ranks = &state.ranks[..self.ranks];
-        let others_passed = ranks
-            .iter()
-            .filter(|rank| !rank.stopped)
-            .all(|rank| rank.abort.is_some() || rank.lanes[lane].over || rank.lanes[lane].epoch >= epoch);
+        let others_passed = ranks.iter().filter(|rank| !rank.stopped).all(|rank| {
+            rank.fault.record().is_some() || rank.lanes[lane].over || rank.lanes[lane].epoch >= epoch
+        });
         let long = quiet && others_passed && ranks.iter().any(|rank| rank.stopped);
         match self.deadlines {
             Deadlines::None => false,
@@ -75,7 +74,7 @@ impl Config {
             PeerState::AwaitDescriptor => {
                 !local.peers[peer].seen && !pair.desc.iter().any(|desc| desc.word == local.epoch)
             }
-            PeerState::AwaitArrival => pair.arrival >> 8 < u16::from(local.epoch),
+            PeerState::AwaitArrival => pair.arrival < local.epoch,
             _ => false,
         }
     }
@@ -93,7 +92,7 @@ impl Config {
                 state.ranks[rank].stopped = false;
                 state.ranks[rank].may_resume = false;
             }
-            Step::Notice => self.notice(state, rank, lane),
+            Step::Notice => self.break_call(state, rank, lane),
             Step::Deadline(peer) => self.deadline(state, rank, lane, peer),
             Step::Tell => self.tell(state, rank, lane),
             _ => return false,
@@ -103,28 +102,41 @@ impl Config {
 
     fn deadline(&self, state: &mut State, rank: usize, lane: usize, peer: usize) {
         let own = Record { by: rank as u8, names: peer as u8 };
-        let mut older = state.ranks[..self.ranks].iter().filter_map(|rank| rank.abort);
+        let mut older = state.ranks[..self.ranks].iter().filter_map(|rank| rank.fault.record());
         let record = match self.makes(Mistake::TimeoutLooksNowhere) {
             true => own,
             false => older.next().unwrap_or(own),
         };
-        state.ranks[rank].abort = Some(record);
-        state.ranks[rank].lanes[lane].telling = Some(0);
+        state.ranks[rank].lanes[lane].telling = Some((record, 0));
     }
 
+    /// Claims an error, or sets it, or finds it taken; the own one first, then those of the others.
     fn tell(&self, state: &mut State, rank: usize, lane: usize) {
-        let record = state.ranks[rank].abort;
-        let peer = state.ranks[rank].lanes[lane].telling.expect("telling") as usize;
-        let abort = &mut state.ranks[peer].abort;
-        *abort = abort.or(record);
-        let next = peer + 1;
-        state.ranks[rank].lanes[lane].telling = (next < self.ranks).then_some(next as u8);
+        let (mut record, told) = state.ranks[rank].lanes[lane].telling.expect("telling");
+        let target = match told as usize {
+            0 => rank,
+            others => (0..self.ranks).filter(|&peer| peer != rank).nth(others - 1).expect("a peer"),
+        };
+        let claim = Fault::Claimed(rank as u8, lane as u8);
+        let fault = &mut state.ranks[target].fault;
+        if *fault == Fault::None {
+            *fault = claim;
+            return;
+        }
+        if *fault == claim {
+            *fault = Fault::Set(record);
+        } else if told == 0 {
+            record = fault.record().unwrap_or(record);
+        }
+        let last = told as usize + 1 == self.ranks;
+        state.ranks[rank].lanes[lane].telling = (!last).then_some((record, told + 1));
+        if last {
+            self.break_call(state, rank, lane);
+        }
     }
 
-    fn notice(&self, state: &mut State, rank: usize, lane: usize) {
-        if state.ranks[rank].abort.is_none() {
-            state.violation = Some(Violation::BrokenWithoutRecord);
-        }
+    fn break_call(&self, state: &mut State, rank: usize, lane: usize) {
+        let unset = state.ranks[rank].fault.record().is_none();
         let local = &mut state.ranks[rank].lanes[lane];
         let epoch = local.epoch;
         local.outcomes[epoch as usize - 1] = Outcome::Broken;
@@ -134,8 +146,12 @@ impl Config {
                 *cell = if reuse { Cell::Callers } else { Cell::Quarantined };
             }
         }
-        if self.makes(Mistake::StartAfterAbort) {
-            state.ranks[rank].abort = None;
+        let starts =
+            self.makes(Mistake::StartAfterAbort) || (self.makes(Mistake::ClaimDoesNotBreak) && unset);
+        if starts {
+            if self.makes(Mistake::StartAfterAbort) {
+                state.ranks[rank].fault = Fault::None;
+            }
             local.issued = local.issued.max(epoch);
             local.stores = 0;
             self.begin(rank, lane, local);

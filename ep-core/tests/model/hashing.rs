@@ -34,7 +34,8 @@ impl Hash for Pair {
             words.push(desc.call.kind as u64, 3);
             words.push(desc.call.shape.into(), 1);
         }
-        words.push(self.arrival.into(), 16);
+        words.push(self.arrival.into(), 3);
+        words.push(self.failed.into(), 1);
         hasher.write_u64(words.0);
         let mut rows = Packer(1);
         for &cell in self.cells.iter().flatten() {
@@ -60,7 +61,11 @@ impl Hash for Local {
         for &outcome in &self.outcomes {
             word.push(outcome as u64, 2);
         }
-        word.push(self.telling.map_or(0, |peer| 1 + u64::from(peer)), 2);
+        if let Some((record, told)) = self.telling {
+            word.push(1 + u64::from(told), 3);
+            word.push(record.by.into(), 2);
+            word.push(record.names.into(), 2);
+        }
         word.push(self.over.into(), 1);
         hasher.write_u64(word.0);
     }

@@ -25,7 +25,7 @@ pub(crate) const CELLS: usize = 2;
 
 /// The properties.
 pub(crate) const MEMORY: &str = "no descriptor or row is touched too early or too late";
-pub(crate) const RESULT: &str = "a call ends as the descriptors say, with its rows, or with a record";
+pub(crate) const RESULT: &str = "a call ends as the descriptors say, and with its rows";
 pub(crate) const AGREED: &str = "no rank ends an epoch Ok that another ends with Mismatch";
 pub(crate) const NAMED: &str = "a long deadline names the rank that stopped";
 pub(crate) const ENDED: &str = "every rank that runs ends all its calls";
@@ -60,7 +60,9 @@ pub(crate) enum Cell {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pair {
     pub(crate) desc: [Desc; SLOTS],
-    pub(crate) arrival: u16,
+    pub(crate) arrival: u8,
+    /// The status of the arrival; mistakes only.
+    pub(crate) failed: bool,
     pub(crate) cells: [[Cell; CELLS]; 2],
 }
 
@@ -96,17 +98,35 @@ pub(crate) struct Local {
     pub(crate) verdict: Verdict,
     pub(crate) peers: [Peer; RANKS],
     pub(crate) outcomes: [Outcome; EPOCHS],
-    /// The next peer to be told of the timeout.
-    pub(crate) telling: Option<u8>,
+    /// The record that this call is setting, and how many ranks' errors it is through with, its own first.
+    pub(crate) telling: Option<(Record, u8)>,
     /// No further call will be made.
     pub(crate) over: bool,
 }
 
-/// A timeout's record in an abort word.
+/// A timeout's record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Record {
     pub(crate) by: u8,
     pub(crate) names: u8,
+}
+
+/// A rank's error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Fault {
+    None,
+    /// Claimed by a call of this rank in this lane.
+    Claimed(u8, u8),
+    Set(Record),
+}
+
+impl Fault {
+    pub(crate) fn record(self) -> Option<Record> {
+        match self {
+            Fault::Set(record) => Some(record),
+            _ => None,
+        }
+    }
 }
 
 /// A rank.
@@ -115,7 +135,7 @@ pub(crate) struct Rank {
     pub(crate) stopped: bool,
     pub(crate) may_stop: bool,
     pub(crate) may_resume: bool,
-    pub(crate) abort: Option<Record>,
+    pub(crate) fault: Fault,
     pub(crate) lanes: [Local; LANES],
 }
 
@@ -129,15 +149,11 @@ pub(crate) enum Violation {
     EndedWithoutItsRows,
     EndedDifferently,
     QuarantineReused,
-    BrokenWithoutRecord,
 }
 
 impl Violation {
     fn of_memory(self) -> bool {
-        !matches!(
-            self,
-            Violation::EndedWithoutItsRows | Violation::EndedDifferently | Violation::BrokenWithoutRecord
-        )
+        !matches!(self, Violation::EndedWithoutItsRows | Violation::EndedDifferently)
     }
 }
 
@@ -172,11 +188,11 @@ pub(crate) enum Step {
     Warned(usize),
     /// The call ends.
     End,
-    /// A wait finds the abort word set.
+    /// A wait finds the rank's error set.
     Notice,
     /// The deadline passes while waiting for a peer.
     Deadline(usize),
-    /// CAS the record into the next peer's abort word.
+    /// Claim the next rank's error, or set it.
     Tell,
     /// The rank makes no further step.
     Stop,
@@ -209,12 +225,13 @@ impl Model for Config {
 
     fn init_states(&self) -> Vec<State> {
         let desc = Desc { word: 0, stamp: 0, call: FAILED };
-        let pair = Pair { desc: [desc; SLOTS], arrival: 0, cells: [[Cell::Callers; CELLS]; 2] };
+        let pair =
+            Pair { desc: [desc; SLOTS], arrival: 0, failed: false, cells: [[Cell::Callers; CELLS]; 2] };
         let rank = |rank| Rank {
             stopped: false,
             may_stop: self.stopper == Some(rank),
             may_resume: false,
-            abort: None,
+            fault: Fault::None,
             lanes: std::array::from_fn(|lane| self.fresh_local(rank, lane)),
         };
         vec![State {
@@ -270,13 +287,16 @@ impl Config {
     }
 
     fn named(&self, state: &State) -> bool {
-        let mut records = state.ranks[..self.ranks].iter().filter_map(|rank| rank.abort);
+        let mut records = state.ranks[..self.ranks].iter().filter_map(|rank| rank.fault.record());
         self.deadlines != Deadlines::Long || records.all(|record| self.stopper == Some(record.names as usize))
     }
 
+    /// Holds only in states without a further step, as the checker's `eventually` needs: a rank that pauses
+    /// is not through.
     fn all_over(&self, state: &State) -> bool {
-        state.ranks[..self.ranks]
-            .iter()
-            .all(|rank| rank.stopped || rank.lanes[..self.lanes].iter().all(|local| local.over))
+        state.ranks[..self.ranks].iter().all(|rank| {
+            let gone = rank.stopped && !rank.may_resume;
+            gone || rank.lanes[..self.lanes].iter().all(|local| local.over)
+        })
     }
 }

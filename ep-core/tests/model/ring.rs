@@ -1,4 +1,5 @@
-//! The staging ring: bytes that wrap, credit that comes back, and what a failed epoch leaves behind.
+//! The staging ring: pieces that are not split at its end, room that is given back by quarters, and what a
+//! failed epoch leaves behind.
 //!
 //! Two ranks; ring `i` goes from rank `i` to the other one. The descriptors are reduced to the word that
 //! grants an epoch, the arrival to the word that ends it.
@@ -7,11 +8,10 @@ use ep_core::proto::Ring;
 use stateright::{Model, Property};
 
 /// The largest capacity that a configuration can have, in bytes.
-pub(crate) const CAPACITY: usize = 4;
+pub(crate) const CAPACITY: usize = 8;
 
 /// The properties.
 pub(crate) const COPIED: &str = "every byte is copied once, in order, in its epoch";
-pub(crate) const BOUNDED: &str = "the ring never holds more than it can";
 pub(crate) const ENDED: &str = "both ends finish all epochs";
 
 /// A mistake that the checker must find.
@@ -19,18 +19,18 @@ pub(crate) const ENDED: &str = "both ends finish all epochs";
 pub(crate) enum Mistake {
     /// `ring_head` is stored before the bytes.
     HeadBeforeBytes,
-    /// `ring_tail` is stored before the copy out.
+    /// `ring_tail` is stored before the bytes are copied out.
     TailBeforeCopy,
     /// Arrival is stored before the last head.
     ArrivalBeforeHead,
     /// The source believes in one byte too many.
-    SpaceOffByOne,
+    RoomOffByOne,
     /// A failed epoch leaves its bytes in the ring.
     NothingSkipped,
     /// A failed epoch skips without waiting for arrival.
     SkippedBeforeArrival,
-    /// A source that learns of the failure while it waits for space goes on waiting.
-    WaitsForSpaceOnly,
+    /// A source that waits for room does not learn of the failure.
+    WaitsForRoomOnly,
     /// A rank empties its ring only after it has sent everything.
     SendsBeforeReceives,
 }
@@ -39,31 +39,39 @@ pub(crate) enum Mistake {
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) capacity: u8,
-    /// Bytes of each epoch, and whether it fails.
-    pub(crate) epochs: Vec<(u8, bool)>,
+    /// The pieces of each epoch, and whether it fails.
+    pub(crate) epochs: Vec<(Vec<u8>, bool)>,
     /// Ring 1 is used too.
     pub(crate) both: bool,
     pub(crate) mistake: Option<Mistake>,
 }
 
+/// Where one side of a ring is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Side {
+    /// The epoch in progress, or the last one.
+    epoch: u8,
+    /// The next piece of it, and bytes of that piece that were stored or copied.
+    piece: u8,
+    bytes: u8,
+    /// Behind the last whole piece.
+    position: u8,
+}
+
 /// One ring, with its source and its consumer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct One {
-    /// For each byte: its count, from 1, and its epoch.
-    bytes: [(u8, u8); CAPACITY],
+    /// For each byte: its position, from 1, and its epoch.
+    data: [(u8, u8); CAPACITY],
     head: u8,
     tail: u8,
     granted: u8,
     arrival: u8,
-    /// The source's epoch, the bytes it has stored since the beginning, and where the epoch ends.
-    epoch: u8,
-    stored: u8,
-    goal: u8,
-    /// The consumer's epoch, the bytes it has copied, and where its epoch ends if it does not fail.
-    reads: u8,
-    copied: u8,
-    wants: u8,
-    /// The last epoch that it knows to fail: it need not copy any more.
+    source: Side,
+    consumer: Side,
+    /// The last epoch that the consumer has ended.
+    ended: u8,
+    /// The last epoch that the consumer knows to fail: it need not copy any more.
     heard: u8,
 }
 
@@ -97,119 +105,130 @@ impl Config {
         self.mistake == Some(mistake)
     }
 
-    fn ring(&self) -> Ring {
-        Ring::new(self.capacity.into())
-    }
-
-    fn offset(&self, count: u8) -> usize {
-        self.ring().offset(count.into()) as usize
-    }
-
-    fn has_space(&self, one: &One) -> bool {
-        let extra = u8::from(self.makes(Mistake::SpaceOffByOne));
-        match self.ring().free(one.stored.into(), one.tail.into()) {
-            Some(free) => free + u64::from(extra) > 0,
-            None => false,
-        }
+    pub(crate) fn ring(&self) -> Ring {
+        Ring::new(self.capacity.into(), 1)
     }
 
     fn fails(&self, epoch: u8) -> bool {
-        self.epochs.get(epoch as usize - 1).is_some_and(|&(_, fails)| fails)
+        self.epochs[epoch as usize - 1].1
     }
 
-    fn sends(&self, one: &One) -> bool {
-        one.epoch > one.arrival
+    /// The next piece of a side: where it begins and ends. None: the epoch has no more.
+    fn piece(&self, side: &Side) -> Option<(u8, u8)> {
+        let size = *self.epochs[side.epoch as usize - 1].0.get(side.piece as usize)?;
+        let (start, end) = self.ring().piece(side.position.into(), size.into());
+        Some((start as u8, end as u8))
+    }
+
+    /// Counts a byte of the piece that ends at `end`.
+    fn advance(side: &mut Side, start: u8, end: u8) {
+        side.bytes += 1;
+        if start + side.bytes == end {
+            *side = Side { piece: side.piece + 1, bytes: 0, position: end, ..*side };
+        }
     }
 
     fn source_steps(&self, one: &One, push: &mut impl FnMut(Step)) {
-        if one.epoch == one.arrival && one.granted > one.epoch {
-            return push(Step::Begin);
-        }
-        if !self.sends(one) {
+        let side = &one.source;
+        if side.epoch == one.arrival {
+            if one.granted > side.epoch {
+                push(Step::Begin);
+            }
             return;
         }
-        let space = one.stored < one.goal && self.has_space(one);
-        if space && (!self.makes(Mistake::HeadBeforeBytes) || one.stored < one.head) {
+        let piece = self.piece(side);
+        let spare = u8::from(self.makes(Mistake::RoomOffByOne));
+        let room = piece.is_some_and(|(_, end)| self.ring().has_room((end - spare).into(), one.tail.into()));
+        let early = self.makes(Mistake::HeadBeforeBytes);
+        if room && (!early || one.head > side.position) {
             push(Step::StoreByte);
         }
-        let ready = match self.mistake {
-            Some(Mistake::HeadBeforeBytes) => space && one.head == one.stored,
-            _ => one.head < one.stored,
-        };
-        if ready {
+        if one.head < side.position || (early && room && one.head == side.position) {
             push(Step::StoreHead);
         }
-        let published = one.head == one.stored || self.makes(Mistake::ArrivalBeforeHead);
-        if one.stored == one.goal && published {
+        let published = one.head == side.position;
+        if piece.is_none() && (published || self.makes(Mistake::ArrivalBeforeHead)) {
             push(Step::StoreArrival);
         }
-        let hears = !self.makes(Mistake::WaitsForSpaceOnly) || self.has_space(one);
-        if one.stored < one.goal && self.fails(one.epoch) && hears && one.head == one.stored {
+        let hears = room || !self.makes(Mistake::WaitsForRoomOnly);
+        if piece.is_some() && self.fails(side.epoch) && hears && published {
             push(Step::Cut);
         }
     }
 
     fn consumer_steps(&self, one: &One, push: &mut impl FnMut(Step)) {
-        if one.granted == one.reads {
-            if (one.reads as usize) < self.epochs.len() {
+        let side = &one.consumer;
+        if one.granted == one.ended {
+            if (one.ended as usize) < self.epochs.len() {
                 push(Step::Grant);
             }
             return;
         }
-        let early = self.makes(Mistake::TailBeforeCopy);
         let failed = one.heard == one.granted;
-        if one.copied < one.head && !failed && (!early || one.copied < one.tail) {
+        let piece = self.piece(side);
+        let there = piece.is_some_and(|(_, end)| end <= one.head);
+        let early = self.makes(Mistake::TailBeforeCopy);
+        if there && !failed && (!early || one.tail > side.position) {
             push(Step::CopyByte);
         }
-        if one.tail < if early { one.head } else { one.copied } {
+        let worth = self.ring().worth_giving_back(side.position.max(one.tail).into(), one.tail.into());
+        if if early { there && one.tail <= side.position } else { worth } {
             push(Step::StoreTail);
         }
-        let arrived = one.arrival >= one.granted;
-        if self.fails(one.granted) && !failed {
-            push(Step::Hear);
-        } else if failed {
-            if arrived || self.makes(Mistake::SkippedBeforeArrival) {
-                push(Step::EndFailed);
+        if !self.fails(one.granted) {
+            if piece.is_none() && one.arrival >= one.granted {
+                push(Step::EndOk);
             }
-        } else if arrived && one.copied == one.head && one.tail == one.copied {
-            push(Step::EndOk);
+        } else if !failed {
+            push(Step::Hear);
+        } else if one.arrival >= one.granted || self.makes(Mistake::SkippedBeforeArrival) {
+            push(Step::EndFailed);
         }
     }
 
+    /// Takes a step; false if something was wrong with it.
     fn take(&self, one: &mut One, step: Step) -> bool {
+        let place = |position: u8| self.ring().place(position.into()) as usize;
         match step {
             Step::Grant => {
                 one.granted += 1;
-                one.wants = one.copied + self.epochs[one.reads as usize].0;
+                one.consumer = Side { epoch: one.granted, piece: 0, bytes: 0, ..one.consumer };
             }
             Step::Begin => {
-                one.epoch += 1;
-                one.goal = one.stored + self.epochs[one.epoch as usize - 1].0;
+                one.source = Side { epoch: one.source.epoch + 1, piece: 0, bytes: 0, ..one.source };
             }
             Step::StoreByte => {
-                one.bytes[self.offset(one.stored)] = (one.stored + 1, one.epoch);
-                one.stored += 1;
+                let (start, end) = self.piece(&one.source).expect("a piece");
+                let position = start + one.source.bytes;
+                one.data[place(position)] = (position + 1, one.source.epoch);
+                Config::advance(&mut one.source, start, end);
             }
-            Step::StoreHead if self.makes(Mistake::HeadBeforeBytes) => one.head += 1,
-            Step::StoreHead => one.head = one.stored,
-            Step::StoreArrival | Step::Cut => one.arrival = one.epoch,
+            Step::StoreHead if self.makes(Mistake::HeadBeforeBytes) && one.head == one.source.position => {
+                one.head = self.piece(&one.source).expect("a piece").1;
+            }
+            Step::StoreHead => one.head = one.source.position,
+            Step::StoreArrival | Step::Cut => one.arrival = one.source.epoch,
             Step::CopyByte => {
-                one.copied += 1;
-                return one.bytes[self.offset(one.copied - 1)] == (one.copied, one.granted);
+                let (start, end) = self.piece(&one.consumer).expect("a piece");
+                let position = start + one.consumer.bytes;
+                Config::advance(&mut one.consumer, start, end);
+                return one.data[place(position)] == (position + 1, one.granted);
             }
-            Step::StoreTail if self.makes(Mistake::TailBeforeCopy) => one.tail = one.head,
-            Step::StoreTail => one.tail = one.copied,
+            Step::StoreTail if self.makes(Mistake::TailBeforeCopy) => {
+                one.tail = self.piece(&one.consumer).expect("a piece").1;
+            }
+            Step::StoreTail => one.tail = one.consumer.position,
             Step::Hear => one.heard = one.granted,
             Step::EndOk => {
-                one.reads = one.granted;
-                return one.copied == one.wants;
+                one.ended = one.granted;
+                return one.consumer.position == one.head;
             }
             Step::EndFailed => {
                 if !self.makes(Mistake::NothingSkipped) {
-                    one.copied = one.head;
+                    one.consumer.position = one.head;
                     one.tail = one.head;
                 }
-                one.reads = one.granted;
+                one.ended = one.granted;
             }
         }
         true
@@ -237,7 +256,7 @@ impl Model for Config {
             let mut push = |step| actions.push((index, step));
             self.source_steps(one, &mut push);
             let own = &state.rings[1 - index];
-            let busy = self.makes(Mistake::SendsBeforeReceives) && self.sends(own);
+            let busy = self.makes(Mistake::SendsBeforeReceives) && own.source.epoch > own.arrival;
             if !busy {
                 self.consumer_steps(one, &mut push);
             }
@@ -253,13 +272,9 @@ impl Model for Config {
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
             Property::always(COPIED, |_, state: &State| !state.violated),
-            Property::always(BOUNDED, |config: &Config, state: &State| {
-                let ring = config.ring();
-                state.rings.iter().all(|one| ring.used(one.head.into(), one.tail.into()).is_some())
-            }),
             Property::eventually(ENDED, |config: &Config, state: &State| {
                 let all = config.epochs.len() as u8;
-                state.rings[..config.used_rings()].iter().all(|one| one.reads == all && one.arrival == all)
+                state.rings[..config.used_rings()].iter().all(|one| one.ended == all && one.arrival == all)
             }),
         ]
     }

@@ -177,56 +177,69 @@ __device__ inline uint32_t list_terms(const ep_cuda_combine_args_t &args, const 
     return count;
 }
 
-// Columns of a token, `kWidth` elements a lane at a time.
-template <typename E, int kWidth, uint32_t kHow>
-__device__ inline void add_columns(const ep_cuda_combine_args_t &args, uint32_t token, const Term *terms,
-                                   uint32_t count)
+// The sum that a column group starts from.
+template <typename E, int kWidth>
+__device__ __forceinline__ void add_bias(const ep_cuda_combine_args_t &args, uint32_t token, uint64_t offset,
+                                         Sum<kWidth> &sum)
 {
-    const char *bias0 = reinterpret_cast<const char *>(args.bias[0].data) + token * args.bias[0].row_pitch;
-    const char *bias1 = reinterpret_cast<const char *>(args.bias[1].data) + token * args.bias[1].row_pitch;
-    char *out = reinterpret_cast<char *>(args.combined.data) + token * args.combined.row_pitch;
-    constexpr uint32_t kBytes = kWidth * sizeof(E);
-    uint64_t end = uint64_t(args.combined.cols) * sizeof(E);
-    for (uint64_t offset = threadIdx.x % 32 * kBytes; offset < end; offset += 32 * kBytes) {
-        Sum<kWidth> sum;
-        sum.clear();
-        if (args.bias[0].data != 0) {
-            Pack<E, kWidth> bias = load_pack<E, kWidth>(bias0 + offset);
-            for (int i = 0; i < kWidth; ++i) {
-                sum.values[i] = widen(bias.values[i]);
-            }
+    sum.clear();
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+        if (args.bias[which].data == 0) {
+            continue;
         }
-        if (args.bias[1].data != 0) {
-            Pack<E, kWidth> bias = load_pack<E, kWidth>(bias1 + offset);
-            for (int i = 0; i < kWidth; ++i) {
-                sum.values[i] = __fadd_rn(sum.values[i], widen(bias.values[i]));
-            }
-        }
-        add_terms<E, kWidth, kHow>(sum, terms, count, offset);
-        Pack<E, kWidth> result;
+        const char *row = reinterpret_cast<const char *>(args.bias[which].data) + token * args.bias[which].row_pitch;
+        Pack<E, kWidth> bias = Pack<E, kWidth>::load(row + offset);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            result.values[i] = narrow<E>(sum.values[i]);
+            sum.values[i] = which == 0 ? bias.at(i) : __fadd_rn(sum.values[i], bias.at(i));
         }
-        *reinterpret_cast<Pack<E, kWidth> *>(out + offset) = result;
     }
 }
 
-template <typename E, int kWidth>
+// `kGroups` groups of columns of a token, `kWidth` neighbouring elements a lane in each.
+template <typename E, int kWidth, uint32_t kHow, uint32_t kBatch, int kGroups>
+__device__ __forceinline__ void add_groups(const ep_cuda_combine_args_t &args, uint32_t token, const Term *terms,
+                                           uint32_t count, uint64_t offset)
+{
+    constexpr uint64_t kStride = 32 * kWidth * sizeof(E);
+    char *out = reinterpret_cast<char *>(args.combined.data) + token * args.combined.row_pitch + offset;
+    Sum<kWidth> sums[kGroups];
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+        add_bias<E, kWidth>(args, token, offset + group * kStride, sums[group]);
+    }
+    add_terms<E, kWidth, kHow, kBatch, kGroups>(sums, terms, count, offset, kStride);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+        Pack<E, kWidth>::of(sums[group].values).store(out + group * kStride);
+    }
+}
+
+template <typename E, int kWidth, uint32_t kHow, uint32_t kBatch, int kGroups>
+__device__ inline void add_columns(const ep_cuda_combine_args_t &args, uint32_t token, const Term *terms,
+                                   uint32_t count)
+{
+    constexpr uint64_t kStride = 32 * kWidth * sizeof(E);
+    uint64_t end = uint64_t(args.combined.cols) * sizeof(E);
+    uint64_t offset = threadIdx.x % 32 * kWidth * sizeof(E);
+    // Not unrolled further: registers hold the loads of one round.
+#pragma unroll 1
+    for (; offset + (kGroups - 1) * kStride < end; offset += kGroups * kStride) {
+        add_groups<E, kWidth, kHow, kBatch, kGroups>(args, token, terms, count, offset);
+    }
+#pragma unroll 1
+    for (; kGroups > 1 && offset < end; offset += kStride) {
+        add_groups<E, kWidth, kHow, kBatch, 1>(args, token, terms, count, offset);
+    }
+}
+
+// A lane has twelve loads in flight, of four rows; partial sums need the registers, and make do with four.
+template <typename E, int kWidth, uint32_t kHow>
 __device__ inline void add_token(const ep_cuda_combine_args_t &args, uint32_t token, const Term *terms, uint32_t count)
 {
-    bool flat = args.plan.layout == 0;
-    if (args.order == 3) {
-        if (args.wire_bf16 != 0) {
-            add_columns<E, kWidth, kNodesBf16>(args, token, terms, count);
-        } else {
-            add_columns<E, kWidth, kNodes>(args, token, terms, count);
-        }
-    } else if (args.order == 2 && !flat) {
-        add_columns<E, kWidth, kRanks>(args, token, terms, count);
-    } else {
-        add_columns<E, kWidth, kChain>(args, token, terms, count);
-    }
+    constexpr int kGroups = kHow == kChain && kWidth > 1 ? 3 : 1;
+    add_columns<E, kWidth, kHow, 4, kGroups>(args, token, terms, count);
 }
 
 // What came back for each slot of a token.
@@ -267,7 +280,7 @@ __device__ inline bool has_vectors(const ep_cuda_combine_args_t &args, const Com
     return shared.vectors != 0 && mixed % 16 == 0;
 }
 
-template <typename E>
+template <typename E, uint32_t kHow>
 __device__ inline void add_tokens(const Context &ctx, const ep_cuda_combine_args_t &args, const PlanView &view,
                                   CombineShared &shared)
 {
@@ -284,15 +297,17 @@ __device__ inline void add_tokens(const Context &ctx, const ep_cuda_combine_args
         next = claim();
         uint32_t count = list_terms(args, view, shared, token, terms);
         if (vectors) {
-            add_token<E, 16 / sizeof(E)>(args, token, terms, count);
+            add_token<E, 16 / sizeof(E), kHow>(args, token, terms, count);
         } else {
-            add_token<E, 1>(args, token, terms, count);
+            add_token<E, 1, kHow>(args, token, terms, count);
         }
         return_weights(args, view, shared, token);
         __syncwarp();
     }
 }
 
+// One kernel per element type and way of adding: each gets the registers it needs.
+template <typename E, uint32_t kHow>
 __device__ inline void combine(const ep_cuda_combine_args_t &args, CombineShared &shared)
 {
     Context ctx(args.group);
@@ -312,17 +327,7 @@ __device__ inline void combine(const ep_cuda_combine_args_t &args, CombineShared
     }
     ok = __syncthreads_and(ok);
     if (ok) {
-        switch (args.dtype) {
-        case 1: // EP_DTYPE_BF16
-            add_tokens<__nv_bfloat16>(ctx, args, view, shared);
-            break;
-        case 2: // EP_DTYPE_F16
-            add_tokens<__half>(ctx, args, view, shared);
-            break;
-        default: // EP_DTYPE_F32
-            add_tokens<float>(ctx, args, view, shared);
-            break;
-        }
+        add_tokens<E, kHow>(ctx, args, view, shared);
     }
     if (is_last_block(ctx)) {
         ok = ok && ctx.lane->verdict == EP_CUDA_VERDICT_OK;

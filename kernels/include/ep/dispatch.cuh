@@ -15,26 +15,44 @@ __device__ inline void put_count(uint64_t address, uint64_t index, int64_t value
     }
 }
 
-// The numbers of a dispatch; all zero if it failed.
+// Adds up over a block.
+__device__ inline uint64_t block_sum(uint64_t value)
+{
+    __shared__ unsigned long long sum;
+    if (threadIdx.x == 0) {
+        sum = 0;
+    }
+    __syncthreads();
+    if (value != 0) {
+        atomicAdd(&sum, static_cast<unsigned long long>(value));
+    }
+    __syncthreads();
+    return sum;
+}
+
+// The numbers of a dispatch; all zero if it failed. Called by a whole block.
 __device__ inline void write_counts(const ep_cuda_dispatch_args_t &args, const PlanView &view, bool ok)
 {
     bool flat = args.plan.layout == 0;
     uint64_t required = ok ? view.header->num_rows : 0, capacity = args.capacity;
-    uint64_t real = flat ? required : 0, kept = flat ? min(required, capacity) : 0;
-    for (uint32_t expert = 0; expert < args.plan.num_local; ++expert) {
+    uint64_t missing = 0;
+    for (uint32_t expert = threadIdx.x; expert < args.plan.num_local; expert += blockDim.x) {
         uint64_t start = view.expert_start[expert], rows = ok ? view.expert_rows[expert] : 0;
         uint64_t fit = start < capacity ? min(rows, capacity - start) : 0;
-        if (!flat) {
-            real += rows;
-            kept += fit;
+        missing += rows - fit;
+        if (!flat || required <= capacity) {
+            put_count(args.rows_per_expert, expert, int64_t(flat ? rows : fit));
         }
-        put_count(args.rows_per_expert, expert, int64_t(flat ? rows : fit));
         put_count(args.expert_offsets, expert, int64_t(ok ? start : 0));
     }
-    put_count(args.expert_offsets, args.plan.num_local, int64_t(ok ? view.expert_start[args.plan.num_local] : 0));
-    put_count(args.num_rows, 0, int64_t(min(required, capacity)));
-    put_count(args.num_required, 0, int64_t(required));
-    put_count(args.num_dropped, 0, int64_t(real - kept));
+    missing = block_sum(missing);
+    if (threadIdx.x == 0) {
+        uint64_t dropped = flat ? required - min(required, capacity) : missing;
+        put_count(args.expert_offsets, args.plan.num_local, int64_t(ok ? view.expert_start[args.plan.num_local] : 0));
+        put_count(args.num_rows, 0, int64_t(min(required, capacity)));
+        put_count(args.num_required, 0, int64_t(required));
+        put_count(args.num_dropped, 0, int64_t(dropped));
+    }
 }
 
 // A row that holds no token: sources and ids -1, weights 0.
@@ -96,9 +114,7 @@ __device__ inline void finish_dispatch(const Context &ctx, const ep_cuda_dispatc
         ok = await_arrival(ctx, peer, EP_CUDA_SITE_DISPATCH_ROWS);
     }
     ok = __syncthreads_and(ok);
-    if (threadIdx.x == 0) {
-        write_counts(args, view, ok);
-    }
+    write_counts(args, view, ok);
     close_call(ctx);
 }
 
@@ -112,7 +128,9 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
         shared.ok = view.header->epoch != 0 && !is_broken(ctx);
 #if __CUDA_ARCH__ >= 900
         for (int warp = 0; warp < EP_DISPATCH_WARPS; ++warp) {
-            mbarrier_init(&shared.barriers[warp], 1);
+            for (int stage = 0; stage < EP_DISPATCH_MAX_STAGES; ++stage) {
+                mbarrier_init(&shared.barriers[warp][stage], 1);
+            }
         }
         fence_mbarrier_init();
 #else
@@ -122,6 +140,13 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
     __syncthreads();
     bool ok = shared.ok;
     if (ok && is_first_block(ctx)) {
+        // Before the credits: receivers add to these, and only after the credits do messages arrive.
+        for (uint32_t expert = threadIdx.x; args.rows_per_expert != 0 && expert < args.plan.num_local;
+             expert += blockDim.x) {
+            put_count(args.rows_per_expert, expert, 0);
+        }
+        __threadfence();
+        __syncthreads();
         give_credits(ctx, args, view, signature);
     }
     for (uint32_t peer = threadIdx.x; ok && peer < args.group.num_ranks; peer += blockDim.x) {
@@ -131,14 +156,15 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
     if (ok) {
         if (threadIdx.x == 0) {
             plan_stages(args, shared);
-            plan_messages(args, signature, shared.incoming);
+            plan_messages(args, view, signature, shared.incoming);
         }
         __syncthreads();
-        uint32_t num_senders = shared.incoming.used() ? kSenderWarps : EP_DISPATCH_WARPS;
+        uint32_t warp = threadIdx.x / 32;
+        uint32_t num_senders = num_sender_warps(shared.active_warps, shared.incoming.used());
         fill_gaps(args, view);
-        if (threadIdx.x / 32 < num_senders) {
+        if (warp < num_senders) {
             send_tokens(ctx, args, view, shared, stages);
-        } else {
+        } else if (warp < shared.active_warps) {
             receive_messages(ctx, args, view, shared, stages);
         }
     }

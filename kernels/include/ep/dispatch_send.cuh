@@ -9,8 +9,12 @@
 
 namespace ep {
 
-// Warps of a block that send when others receive; without messages all of them send.
-constexpr uint32_t kSenderWarps = 7;
+// With messages some warps of a block send and others receive: receivers read and write every row, senders
+// read each row once for several destinations.
+__device__ inline uint32_t num_sender_warps(uint32_t active_warps, bool receiving)
+{
+    return receiving ? max(1u, active_warps * 3 / 8) : active_warps;
+}
 
 // What a block knows of a destination. A payload without a base goes through the ring.
 struct Destination {
@@ -25,11 +29,14 @@ struct Destination {
 // A block's shared memory, beside the stages.
 struct DispatchShared {
     Destination destinations[EP_CUDA_MAX_RANKS];
-    uint64_t barriers[EP_DISPATCH_WARPS];
-    // Payload i passes the stage at this offset; bulk copies need 16-byte rows on both sides.
+    uint64_t barriers[EP_DISPATCH_WARPS][EP_DISPATCH_MAX_STAGES];
+    // Payload i passes a stage at this offset; bulk copies need 16-byte rows on both sides.
     uint32_t stage_offset[EP_WIRE_MAX_PAYLOADS];
-    uint32_t stage_bytes; // of all bulk payloads of a row together
-    uint32_t bulk;        // bit i: payload i goes by bulk copies
+    uint32_t stage_bytes;  // of all bulk payloads of a row together
+    uint32_t stage_pitch;  // from stage to stage
+    uint32_t num_stages;   // of each warp
+    uint32_t active_warps; // that have stages
+    uint32_t bulk;         // bit i: payload i goes by bulk copies
     uint32_t ok;
     MessageLayout incoming;
 };
@@ -61,15 +68,16 @@ __device__ inline bool wants_origin(const ep_cuda_dispatch_args_t &args)
 }
 
 // The messages that peers send to this rank.
-__device__ inline void plan_messages(const ep_cuda_dispatch_args_t &args, const Signature &signature,
-                                     MessageLayout &incoming)
+__device__ inline void plan_messages(const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                     const Signature &signature, MessageLayout &incoming)
 {
     uint32_t through = 0;
     for (uint32_t i = 0; i < args.num_payloads; ++i) {
         through |= (args.places[i].window == 0 ? 1u : 0u) << i;
     }
     // Expert-major rows have places of their own, which only the source knows.
-    bool meta = wants_origin(args) || (args.plan.layout == 1 && through != 0);
+    bool counted = args.plan.layout == 0 && args.rows_per_expert != 0 && view.header->num_rows > args.capacity;
+    bool meta = wants_origin(args) || (args.plan.layout == 1 && through != 0) || counted;
     incoming.set(through, meta, args.topk_weights.data != 0, args.plan.topk, signature.row_bytes,
                  args.group.ring_bytes);
 }
@@ -94,7 +102,7 @@ __device__ inline void give_credits(const Context &ctx, const ep_cuda_dispatch_a
                                     const Signature &signature)
 {
     MessageLayout incoming;
-    plan_messages(args, signature, incoming);
+    plan_messages(args, view, signature, incoming);
     for (uint32_t i = threadIdx.x / 32; i < args.group.num_ranks; i += EP_DISPATCH_WARPS) {
         uint32_t peer = (args.group.rank + i) % args.group.num_ranks;
         publish(ctx, peer, [&](ep_wire_desc_t *desc, uint32_t *tail, uint32_t lane) {
@@ -169,24 +177,72 @@ __device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_ar
     return true;
 }
 
-// Decides which payloads pass the stages; each warp has one stage.
+// Decides which payloads pass the stages, and how many stages a warp has.
 __device__ inline void plan_stages(const ep_cuda_dispatch_args_t &args, DispatchShared &shared)
 {
     uint32_t offset = 0;
+    // Two warps at least must have a stage, so that a block can send and receive.
+    constexpr uint32_t kMostBytes = EP_DISPATCH_SHARED_BYTES / 2 / 128 * 128;
     for (uint32_t i = 0; i < args.num_payloads; ++i) {
         const ep_cuda_matrix_t &in = args.inputs[i];
-        uint32_t bytes = in.cols * in.element;
+        uint64_t bytes = uint64_t(in.cols) * in.element;
         bool fits = bytes % 16 == 0 && bulk_aligned(in.data, in.row_pitch, in.col_pitch, in.element) &&
-                    offset + bytes <= EP_DISPATCH_STAGE_BYTES;
+                    offset + bytes <= kMostBytes;
         if ((shared.bulk >> i & 1u) != 0 && fits) {
             shared.stage_offset[i] = offset;
-            offset += bytes;
+            offset += uint32_t(bytes);
         } else {
             shared.bulk &= ~(1u << i);
         }
     }
     shared.stage_bytes = offset;
+    shared.stage_pitch = round_up(max(offset, 128u), 128);
+    uint32_t stages = EP_DISPATCH_SHARED_BYTES / shared.stage_pitch;
+    shared.active_warps = min(stages, uint32_t(EP_DISPATCH_WARPS));
+    shared.num_stages = min(stages / shared.active_warps, uint32_t(EP_DISPATCH_MAX_STAGES));
 }
+
+// A warp's stages: a ring of rows in shared memory, each with a barrier that counts its bytes.
+struct Stages {
+    const DispatchShared &shared;
+    char *first;
+    uint64_t *barriers;
+    uint32_t phases = 0; // bit i: of stage i
+
+    __device__ Stages(DispatchShared &s, char *all)
+        : shared(s),
+          first(all + threadIdx.x / 32 * s.num_stages * s.stage_pitch),
+          barriers(s.barriers[threadIdx.x / 32])
+    {
+    }
+
+    __device__ char *at(uint32_t stage) const { return first + stage * shared.stage_pitch; }
+
+    __device__ uint32_t after(uint32_t stage) const { return stage + 1 == shared.num_stages ? 0 : stage + 1; }
+
+    // Waits until the bytes announced for a stage are in it.
+    __device__ void await(uint32_t stage)
+    {
+#if __CUDA_ARCH__ >= 900
+        while (!mbarrier_try_wait(&barriers[stage], phases >> stage & 1u)) {
+        }
+        phases ^= 1u << stage;
+#endif
+    }
+
+    // Waits until the copies out of the stage that comes next have read it. Every lane commits one group a row.
+    __device__ void await_free() const
+    {
+#if __CUDA_ARCH__ >= 900
+        if (shared.num_stages == EP_DISPATCH_MAX_STAGES) {
+            bulk_wait_read<1>();
+        } else {
+            bulk_wait_read<0>();
+        }
+        __syncwarp();
+#endif
+    }
+};
 
 // The row of slot `k` of a token at its destination, or -1 if it has none there.
 __device__ inline int64_t row_of_slot(const ep_cuda_dispatch_args_t &args, const PlanView &view,
@@ -233,55 +289,74 @@ __device__ inline void copy_row(char *to, uint64_t to_pitch, const char *from, u
 
 // A message that a lane has put into a ring and not yet announced.
 struct Announcement {
-    uint64_t *word = nullptr;
-    uint64_t tag = 0;
+    uint64_t *word;
+    uint64_t tag;
 };
 
-// One warp sends one token: rows by the copy engine, whatever it cannot take by the warp itself.
+// A token on its way, in each lane the slots k and k + 32.
+struct TokenInFlight {
+    uint32_t token;
+    uint32_t stage;
+    uint32_t rank[2];
+    int64_t row[2];
+};
+
+// One warp sends tokens: rows by the copy engine, whatever it cannot take by the warp itself.
 struct TokenSender {
     const Context &ctx;
     const ep_cuda_dispatch_args_t &args;
     const PlanView &view;
     DispatchShared &shared;
-    char *stage;
-    uint64_t *barrier;
-    uint32_t phase = 0;
-    Announcement pending[2]; // of slots k and k + 32
+    Stages stages;
+    uint32_t num_slots; // that a lane looks after
+    Announcement pending[2] = {};
 
-    // Brings the token's rows into the stage.
-    __device__ void load(uint32_t token)
+    // Starts the token's rows on their way into a stage, and looks up where they go.
+    __device__ TokenInFlight load(uint32_t token, uint32_t stage)
     {
+        TokenInFlight flight{token, stage, {0, 0}, {-1, -1}};
 #if __CUDA_ARCH__ >= 900
         if (shared.stage_bytes != 0 && threadIdx.x % 32 == 0) {
-            mbarrier_expect(barrier, shared.stage_bytes);
+            mbarrier_expect(&stages.barriers[stage], shared.stage_bytes);
             for (uint32_t i = 0; i < args.num_payloads; ++i) {
                 if (shared.bulk >> i & 1u) {
                     const ep_cuda_matrix_t &in = args.inputs[i];
-                    bulk_load(stage + shared.stage_offset[i],
+                    bulk_load(stages.at(stage) + shared.stage_offset[i],
                               reinterpret_cast<const char *>(in.data) + token * in.row_pitch, in.cols * in.element,
-                              barrier);
+                              &stages.barriers[stage]);
                 }
             }
         }
 #endif
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (i < num_slots) {
+                flight.row[i] = row_of_slot(args, view, shared, token, 32 * i + threadIdx.x % 32, &flight.rank[i]);
+            }
+        }
+        return flight;
     }
 
     // Stores the token to all its destinations. False: the call failed.
-    __device__ bool store(uint32_t token)
+    __device__ bool store(const TokenInFlight &flight)
     {
+        char *messages[2] = {nullptr, nullptr};
         bool ok = true;
-        for (uint32_t half = 0; half * 32 < args.plan.topk; ++half) {
-            uint32_t k = half * 32 + threadIdx.x % 32, rank = 0;
-            int64_t row = row_of_slot(args, view, shared, token, k, &rank);
-            char *message = nullptr;
-            ok = ok && open_message(token, k, rank, pending[half], &message);
-            ok = __all_sync(0xffffffffu, ok);
-            if (half == 0) {
-                await_stage();
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (i < num_slots) {
+                ok = ok && open_message(flight.token, 32 * i + threadIdx.x % 32, pending[i], &messages[i]);
             }
-            if (ok) {
-                store_staged(rank, row, message);
-                store_others(token, rank, row, message);
+        }
+        ok = __all_sync(0xffffffffu, ok);
+        if (shared.stage_bytes != 0) {
+            stages.await(flight.stage);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (ok && i < num_slots) {
+                store_staged(flight.stage, flight.rank[i], flight.row[i], messages[i]);
+                store_others(flight.token, flight.rank[i], flight.row[i], messages[i]);
             }
         }
 #if __CUDA_ARCH__ >= 900
@@ -290,31 +365,42 @@ struct TokenSender {
         return ok;
     }
 
-    __device__ void await_stage()
-    {
-#if __CUDA_ARCH__ >= 900
-        if (shared.stage_bytes != 0) {
-            while (!mbarrier_try_wait(barrier, phase)) {
-            }
-            phase ^= 1u;
-        }
-#endif
-    }
-
-    // At the first slot of a token that goes to a rank with messages: waits for room and writes the meta.
-    __device__ bool open_message(uint32_t token, uint32_t k, uint32_t rank, Announcement &announcement, char **message)
+    // True if slot `k` of the token is the first one to a rank that takes messages.
+    __device__ bool has_message(uint32_t token, uint32_t k, uint32_t *rank, uint32_t *index) const
     {
         uint32_t slot = token * args.plan.topk + k;
         if (k >= args.plan.topk || view.expert[slot] < 0 || view.rank_pos[slot] == uint32_t(EP_CUDA_NO_ROW)) {
-            return true;
+            return false;
         }
-        rank = view.owner[view.expert[slot]];
-        const Destination &to = shared.destinations[rank];
-        uint32_t index = view.rank_pos[slot];
+        *rank = view.owner[view.expert[slot]];
+        *index = view.rank_pos[slot];
+        const Destination &to = shared.destinations[*rank];
         // A flat row that does not fit has no message; the receiver counts the same way.
-        if (!to.messages.used() || (args.plan.layout == 0 && to.tail[0] + uint64_t(index) >= to.capacity)) {
+        bool fits = args.plan.layout != 0 || to.tail[0] + uint64_t(*index) < to.capacity;
+        return to.messages.used() && fits;
+    }
+
+    // True if all of the token's messages have room.
+    __device__ bool has_room(uint32_t token) const
+    {
+        bool room = true;
+        for (uint32_t i = 0; i < num_slots; ++i) {
+            uint32_t rank, index;
+            if (has_message(token, 32 * i + threadIdx.x % 32, &rank, &index)) {
+                room = room && Ring(ctx, args.group.rank, rank, shared.destinations[rank].messages).has_room(ctx, index);
+            }
+        }
+        return __all_sync(0xffffffffu, room);
+    }
+
+    // Waits for room for the message of slot `k`, if it has one, and writes its meta. False: the call failed.
+    __device__ bool open_message(uint32_t token, uint32_t k, Announcement &announcement, char **message)
+    {
+        uint32_t rank, index;
+        if (!has_message(token, k, &rank, &index)) {
             return true;
         }
+        const Destination &to = shared.destinations[rank];
         Ring ring(ctx, args.group.rank, rank, to.messages);
         if (!ring.await_room(ctx, rank, index, EP_CUDA_SITE_DISPATCH_RING)) {
             return false;
@@ -346,7 +432,7 @@ struct TokenSender {
     }
 
     // Each lane starts the copies of its own slot: to its row, and into its message.
-    __device__ void store_staged(uint32_t rank, int64_t row, char *message)
+    __device__ void store_staged(uint32_t stage, uint32_t rank, int64_t row, char *message)
     {
 #if __CUDA_ARCH__ >= 900
         const Destination &to = shared.destinations[rank];
@@ -354,7 +440,7 @@ struct TokenSender {
             if ((shared.bulk >> i & 1u) == 0) {
                 continue;
             }
-            const char *from = stage + shared.stage_offset[i];
+            const char *from = stages.at(stage) + shared.stage_offset[i];
             uint32_t bytes = args.inputs[i].cols * args.inputs[i].element;
             if (row >= 0 && to.base[i] != nullptr) {
                 bulk_store(to.base[i] + row * to.row_pitch[i], from, bytes);
@@ -377,8 +463,8 @@ struct TokenSender {
             uint32_t source = __ffs(slots) - 1;
             const Destination &to = shared.destinations[__shfl_sync(0xffffffffu, rank, source)];
             int64_t to_row = __shfl_sync(0xffffffffu, row, source);
-            char *to_message = reinterpret_cast<char *>(
-                __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(message), source));
+            char *to_message =
+                reinterpret_cast<char *>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(message), source));
             for (uint32_t i = 0; i < args.num_payloads; ++i) {
                 if (shared.bulk >> i & 1u) {
                     continue;
@@ -397,22 +483,22 @@ struct TokenSender {
         }
     }
 
-    // Ends the last token: its rows are written, its messages announced, and the stage is free.
-    __device__ void settle()
+    // Announces the messages of a token whose copies are complete, but for the latest kLater tokens.
+    template <int kLater>
+    __device__ void announce(Announcement (&announcements)[2])
     {
-#if __CUDA_ARCH__ >= 900
-        bool any = pending[0].word != nullptr || pending[1].word != nullptr;
-        if (__any_sync(0xffffffffu, any)) {
-            bulk_wait_written();
-            fence_proxy_async_global();
-        } else {
-            bulk_wait_read<0>();
+        bool any = announcements[0].word != nullptr || announcements[1].word != nullptr;
+        if (!__any_sync(0xffffffffu, any)) {
+            return;
         }
+#if __CUDA_ARCH__ >= 900
+        bulk_wait_written<kLater>();
+        fence_proxy_async_global();
 #endif
-        // The warp copied rows together; lanes announce what others wrote, too.
+        // The warp copied rows together: every lane's stores come before any lane's announcement.
         __threadfence_system();
         __syncwarp();
-        for (Announcement &announcement : pending) {
+        for (Announcement &announcement : announcements) {
             if (announcement.word != nullptr) {
                 // Release: pairs with the acquire in `Ring::await_message`.
                 st_release_sys(announcement.word, announcement.tag);
@@ -422,29 +508,54 @@ struct TokenSender {
     }
 };
 
-// The senders of a block: claim tokens until none are left.
+// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while
+// this one is stored; the last one's messages are announced when its copies are complete.
 __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                   DispatchShared &shared, char *stages)
+                                   DispatchShared &shared, char *all_stages)
 {
-    uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    TokenSender sender{ctx, args, view, shared, stages + warp * EP_DISPATCH_STAGE_BYTES, &shared.barriers[warp]};
-    uint32_t num_tokens = view.header->num_tokens;
+    uint32_t lane = threadIdx.x % 32, num_tokens = view.header->num_tokens;
+    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u};
+    bool ahead = shared.num_stages > 1;
     auto claim = [&] { return lane == 0 ? atomicAdd(&ctx.lane->ticket, 1u) : 0u; };
-    uint32_t next = claim();
-    for (;;) {
-        uint32_t token = __shfl_sync(0xffffffffu, next, 0);
-        if (token >= num_tokens) {
-            break;
-        }
-        sender.load(token);
-        next = claim();
-        if (!sender.store(token)) {
-            break;
-        }
-        sender.settle();
+    auto broadcast = [&](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
+    uint32_t token = broadcast(claim()), claimed = claim();
+    TokenInFlight flight{};
+    if (token < num_tokens) {
+        flight = sender.load(token, 0);
     }
+    Announcement last[2] = {};
+    while (token < num_tokens) {
+        uint32_t next = broadcast(claimed);
+        claimed = next < num_tokens ? claim() : next;
+        TokenInFlight next_flight{};
+        uint32_t next_stage = sender.stages.after(flight.stage);
+        if (ahead && next < num_tokens) {
+            sender.stages.await_free();
+            next_flight = sender.load(next, next_stage);
+        }
+        // What is in the rings already must be announced before this warp waits for room in them.
+        if (!sender.has_room(flight.token)) {
+            sender.announce<0>(last);
+        }
+        bool ok = sender.store(flight);
+        sender.announce<1>(last);
+        last[0] = sender.pending[0];
+        last[1] = sender.pending[1];
+        sender.pending[0].word = sender.pending[1].word = nullptr;
+        if (!ok) {
+            break;
+        }
+        if (!ahead && next < num_tokens) {
+            sender.announce<0>(last);
+            sender.stages.await_free();
+            next_flight = sender.load(next, next_stage);
+        }
+        token = next;
+        flight = next_flight;
+    }
+    sender.announce<0>(last);
 #if __CUDA_ARCH__ >= 900
-    bulk_wait_written();
+    bulk_wait_written<0>();
     fence_proxy_async_global();
 #endif
 }

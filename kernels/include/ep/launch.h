@@ -9,12 +9,12 @@
 
 enum {
     EP_PLAN_THREADS = 256,
-    EP_DISPATCH_WARPS = 12,
+    EP_DISPATCH_WARPS = 14,
     EP_DISPATCH_THREADS = 32 * EP_DISPATCH_WARPS,
-    EP_DISPATCH_STAGE_BYTES = 16 * 1024, /* of shared memory a warp: one row, or several */
+    EP_DISPATCH_MAX_STAGES = 3, /* rows that a warp has in shared memory at a time */
     EP_COMBINE_THREADS = 512,
     /* Dynamic shared memory. The plan's depends on its bins, one per expert and rank. */
-    EP_DISPATCH_SHARED_BYTES = EP_DISPATCH_WARPS * EP_DISPATCH_STAGE_BYTES,
+    EP_DISPATCH_SHARED_BYTES = 215 * 1024, /* 15 rows of 7168 bf16 */
     EP_COMBINE_SHARED_BYTES = 0,
     EP_PLAN_MAX_BINS = 7000 /* num_experts + num_ranks */
 };

@@ -141,10 +141,11 @@ __device__ __forceinline__ void bulk_wait_read()
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all groups of this thread have written their destinations.
+// Waits until all but the latest kPending groups of this thread have written their destinations.
+template <int kPending>
 __device__ __forceinline__ void bulk_wait_written()
 {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Orders this thread's bulk copies in global memory and its ordinary accesses.

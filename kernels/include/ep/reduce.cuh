@@ -61,22 +61,83 @@ __device__ __forceinline__ float narrow(float value)
     return value != value ? __uint_as_float(0x7fffffffu) : value;
 }
 
-// `kWidth` neighbouring elements, 16 bytes or one element.
-template <typename E, int kWidth>
-struct Pack {
-    E values[kWidth];
-};
-
-template <typename E, int kWidth>
-__device__ __forceinline__ Pack<E, kWidth> load_pack(const char *address)
+// Element i of a word of 16-bit or 32-bit elements.
+template <typename E>
+__device__ __forceinline__ float widen_word(uint32_t word, int i)
 {
-    if constexpr (sizeof(Pack<E, kWidth>) == 16) {
-        uint4 bits = ld_row(reinterpret_cast<const uint4 *>(address));
-        return *reinterpret_cast<Pack<E, kWidth> *>(&bits);
+    if constexpr (sizeof(E) == 4) {
+        return __uint_as_float(word);
     } else {
-        return *reinterpret_cast<const Pack<E, kWidth> *>(address);
+        uint16_t bits = uint16_t(i % 2 == 0 ? word : word >> 16);
+        return widen(*reinterpret_cast<const E *>(&bits));
     }
 }
+
+template <>
+__device__ __forceinline__ float widen_word<__nv_bfloat16>(uint32_t word, int i)
+{
+    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+// The word of one or two results.
+template <typename E>
+__device__ __forceinline__ uint32_t narrow_word(const float *values)
+{
+    if constexpr (sizeof(E) == 4) {
+        return __float_as_uint(narrow<float>(values[0]));
+    } else {
+        E low = narrow<E>(values[0]), high = narrow<E>(values[1]);
+        return *reinterpret_cast<const uint16_t *>(&low) | uint32_t(*reinterpret_cast<const uint16_t *>(&high)) << 16;
+    }
+}
+
+// `kWidth` neighbouring elements, 16 bytes or one element, as they lie in memory: 16-bit elements stay two to
+// a register until they are added.
+template <typename E, int kWidth>
+struct Pack {
+    static constexpr int kWords = kWidth * int(sizeof(E)) / 4;
+    uint32_t words[kWords];
+
+    __device__ __forceinline__ static Pack load(const char *address)
+    {
+        static_assert(sizeof(Pack) == 16, "a pack is one vector");
+        uint4 bits = ld_row(reinterpret_cast<const uint4 *>(address));
+        return Pack{{bits.x, bits.y, bits.z, bits.w}};
+    }
+
+    __device__ __forceinline__ void store(char *address) const
+    {
+        *reinterpret_cast<uint4 *>(address) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    __device__ __forceinline__ float at(int i) const { return widen_word<E>(words[i * kWords / kWidth], i); }
+
+    __device__ __forceinline__ static Pack of(const float *values)
+    {
+        Pack pack;
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            pack.words[word] = narrow_word<E>(values + word * kWidth / kWords);
+        }
+        return pack;
+    }
+};
+
+template <typename E>
+struct Pack<E, 1> {
+    E value;
+
+    __device__ __forceinline__ static Pack load(const char *address)
+    {
+        return Pack{*reinterpret_cast<const E *>(address)};
+    }
+
+    __device__ __forceinline__ void store(char *address) const { *reinterpret_cast<E *>(address) = value; }
+
+    __device__ __forceinline__ float at(int) const { return widen(value); }
+
+    __device__ __forceinline__ static Pack of(const float *values) { return Pack{narrow<E>(values[0])}; }
+};
 
 template <int kWidth>
 struct Sum {
@@ -95,7 +156,7 @@ struct Sum {
     {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-            values[i] = __fmaf_rn(widen(row.values[i]), weight, values[i]);
+            values[i] = __fmaf_rn(row.at(i), weight, values[i]);
         }
     }
 
@@ -118,44 +179,64 @@ struct Sum {
     }
 };
 
-// Rows whose loads are started together, before the first of them is added.
-constexpr int kBatch = 4;
-
-// Adds `count` terms at byte `offset` of their rows.
+// Adds one term, and what ends with it.
 template <typename E, int kWidth, uint32_t kHow>
-__device__ __forceinline__ void add_terms(Sum<kWidth> &sum, const Term *terms, uint32_t count, uint64_t offset)
+__device__ __forceinline__ void add_one(Sum<kWidth> &sum, Sum<kWidth> &rank, Sum<kWidth> &node,
+                                        const Pack<E, kWidth> &row, const Term &term)
 {
-    Sum<kWidth> rank, node;
-    rank.clear();
-    node.clear();
-    for (uint32_t first = 0; first < count; first += kBatch) {
-        Pack<E, kWidth> rows[kBatch];
+    if constexpr (kHow == kChain) {
+        sum.add_term(row, term.weight);
+    } else {
+        rank.add_term(row, term.weight);
+        if (term.close == kCloseNothing) {
+            return;
+        }
+        if constexpr (kHow == kRanks) {
+            sum.take(rank);
+        } else {
+            node.take(rank);
+            if (term.close == kCloseNode) {
+                if constexpr (kHow == kNodesBf16) {
+                    node.round_to_bf16();
+                }
+                sum.take(node);
+            }
+        }
+    }
+}
+
+// Adds `count` terms at byte `offset` of their rows, and kGroups - 1 times further at `stride` bytes each. The
+// loads of kBatch rows are started together, before the first of them is added.
+template <typename E, int kWidth, uint32_t kHow, uint32_t kBatch, int kGroups>
+__device__ __forceinline__ void add_terms(Sum<kWidth> (&sums)[kGroups], const Term *terms, uint32_t count,
+                                          uint64_t offset, uint64_t stride)
+{
+    Sum<kWidth> rank[kGroups], node[kGroups];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+    for (int group = 0; group < kGroups; ++group) {
+        rank[group].clear();
+        node[group].clear();
+    }
+#pragma unroll 1
+    for (uint32_t first = 0; first < count; first += kBatch) {
+        Pack<E, kWidth> rows[kBatch][kGroups];
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) {
             if (first + i < count) {
-                rows[i] = load_pack<E, kWidth>(terms[first + i].row + offset);
+                const char *row = terms[first + i].row + offset;
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    rows[i][group] = Pack<E, kWidth>::load(row + group * stride);
+                }
             }
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (first + i >= count) {
-                break;
-            }
-            const Term &term = terms[first + i];
-            if constexpr (kHow == kChain) {
-                sum.add_term(rows[i], term.weight);
-            } else {
-                rank.add_term(rows[i], term.weight);
-                if (kHow == kRanks && term.close != kCloseNothing) {
-                    sum.take(rank);
-                } else if (term.close != kCloseNothing) {
-                    node.take(rank);
-                    if (term.close == kCloseNode) {
-                        if constexpr (kHow == kNodesBf16) {
-                            node.round_to_bf16();
-                        }
-                        sum.take(node);
-                    }
+        for (uint32_t i = 0; i < kBatch; ++i) {
+            if (first + i < count) {
+                const Term &term = terms[first + i];
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    add_one<E, kWidth, kHow>(sums[group], rank[group], node[group], rows[i][group], term);
                 }
             }
         }

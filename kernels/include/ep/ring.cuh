@@ -74,6 +74,20 @@ struct Ring {
 
     __device__ char *slot(uint32_t index) const { return area + kSlotsOffset + uint64_t(index % slots) * slot_bytes; }
 
+    // True if the slot of message `index` may be written.
+    __device__ bool has_room(const Context &ctx, uint32_t index) const
+    {
+        // Acquire: as in `await_room`.
+        return index < slots || ld_acquire_sys(taken + index % slots) >= message_tag(ctx.epoch, index - slots);
+    }
+
+    // True if message `index` is in its slot.
+    __device__ bool has_message(const Context &ctx, uint32_t index) const
+    {
+        // Acquire: as in `await_message`.
+        return ld_acquire_sys(full(index)) >= message_tag(ctx.epoch, index);
+    }
+
     // Waits until the slot of message `index` may be written.
     __device__ bool await_room(const Context &ctx, uint32_t receiver, uint32_t index, uint32_t site) const
     {

@@ -150,7 +150,7 @@ fn ids_are_not_made_of_nonsense() {
         (Some(c""), Some(secret), "address"),
         (Some(c"127.0.0.1"), Some(secret), "port"),
         (Some(c"127.0.0.1:99999"), Some(secret), "127.0.0.1:99999"),
-        (Some(c"127.0.0.1:0"), Some(secret), "port"),
+        (Some(c"127.0.0.1:0"), Some(secret), "127.0.0.1:0"),
         (Some(c"\xFF:5000"), Some(secret), "UTF-8"),
     ];
     for (address, secret, text) in cases {
@@ -164,6 +164,14 @@ fn ids_are_not_made_of_nonsense() {
         assert!(said.starts_with("ep_unique_id_from_address: ") && said.contains(text), "{said}");
         assert!(id.bytes.iter().all(|byte| *byte == 0xA5));
     }
+    // Two dots in a row are no name, which the resolver knows without asking anybody.
+    assert_eq!(
+        make(Some(c"no..host:5000"), Some(secret), &mut id),
+        Status::System.code(),
+        "{}",
+        last_error()
+    );
+    assert!(last_error().contains("no..host"), "{}", last_error());
     let good = Some(c"127.0.0.1:5000");
     assert_eq!(make(good, Some(secret), ptr::null_mut()), Status::InvalidArgument.code());
     assert!(last_error().contains("id_out is NULL"), "{}", last_error());
