@@ -20,6 +20,7 @@ fn assertions() -> String {
     equal("EP_WIRE_OP_PLAN", OP_PLAN.into());
     equal("EP_WIRE_OP_DISPATCH", OP_DISPATCH.into());
     equal("EP_WIRE_OP_COMBINE", OP_COMBINE.into());
+    equal("EP_WIRE_OP_FAILED", OP_FAILED.into());
     equal("EP_WIRE_FLAG_TOPK_WEIGHTS", FLAG_TOPK_WEIGHTS.into());
     equal("EP_WIRE_FLAG_ROW_WEIGHTS", FLAG_ROW_WEIGHTS.into());
     equal("EP_WIRE_FLAG_ORDER_SHIFT", FLAG_ORDER_SHIFT.into());

@@ -25,3 +25,4 @@ mod perturbed;
 mod residue;
 mod steps;
 mod stopped;
+mod windows;

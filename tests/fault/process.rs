@@ -50,6 +50,16 @@ pub(crate) fn die() -> ! {
     unreachable!("SIGKILL cannot be handled")
 }
 
+/// Gives up root for good.
+pub(crate) fn become_nobody() {
+    const NOBODY: u32 = 65534;
+    // SAFETY: plain system calls.
+    let dropped = unsafe {
+        libc::setgroups(0, std::ptr::null()) == 0 && libc::setgid(NOBODY) == 0 && libc::setuid(NOBODY) == 0
+    };
+    assert!(dropped, "{}", std::io::Error::last_os_error());
+}
+
 /// Makes a group of processes that meet through the file at `path`.
 pub(crate) fn meet(
     path: &Path,

@@ -14,7 +14,7 @@ use ep_core::config::Layout;
 use ep_core::engine::{Group, Window};
 use ep_core::perturb::Perturb;
 
-use crate::process::{self, Rank, Scratch, role, say};
+use crate::process::{self, Rank, Scratch, become_nobody, role, say};
 use crate::threads::{LONG, config};
 use crate::work::{Member, Place, Shape};
 
@@ -260,11 +260,7 @@ fn steal(name: &str, secret: &str) -> Result<(), String> {
 fn play_thief(role: &[String]) {
     let (pid, name, secret) = (&role[2], &role[3], &role[4]);
     if role[1] == "nobody" {
-        // SAFETY: plain system calls.
-        let dropped = unsafe {
-            libc::setgroups(0, std::ptr::null()) == 0 && libc::setgid(65534) == 0 && libc::setuid(65534) == 0
-        };
-        assert!(dropped, "{}", std::io::Error::last_os_error());
+        become_nobody();
         let files = ["fd", "map_files"].map(|name| format!("/proc/{pid}/{name}"));
         assert!(
             files.iter().all(|path| fs::read_dir(path).is_err()),

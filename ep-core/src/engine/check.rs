@@ -165,19 +165,48 @@ fn dispatch_origins(shape: &PlanShape, call: &DispatchCall) -> Result<()> {
     Ok(())
 }
 
-/// One output or input as a range of addresses.
+/// One output or input as a range of addresses: rows of `width` bytes, `pitch` bytes apart; pitch 0 if its
+/// elements are spread over the whole range.
 struct Extent {
     name: &'static str,
     start: usize,
     end: usize,
+    pitch: usize,
+    width: usize,
+}
+
+impl Extent {
+    /// True if no byte belongs to both. Tensors side by side in records of one size may interleave.
+    fn is_apart_from(&self, other: &Extent) -> bool {
+        if self.start >= other.end || other.start >= self.end {
+            return true;
+        }
+        if self.pitch == 0 || self.pitch != other.pitch {
+            return false;
+        }
+        let (first, second) = if self.start <= other.start { (self, other) } else { (other, self) };
+        let offset = (second.start - first.start) % self.pitch;
+        offset >= first.width && offset + second.width <= self.pitch
+    }
 }
 
 fn extent(name: &'static str, address: usize, bytes: usize) -> Option<Extent> {
-    (address != 0 && bytes != 0).then_some(Extent { name, start: address, end: address + bytes })
+    (address != 0 && bytes != 0).then_some(Extent {
+        name,
+        start: address,
+        end: address + bytes,
+        pitch: 0,
+        width: 0,
+    })
 }
 
 fn of_tensor(name: &'static str, tensor: &Option<Tensor>) -> Option<Extent> {
-    tensor.as_ref().and_then(|tensor| extent(name, tensor.data.addr(), tensor.span_bytes()))
+    let tensor = tensor.as_ref()?;
+    let mut extent = extent(name, tensor.data.addr(), tensor.span_bytes())?;
+    if tensor.rows_contiguous() {
+        (extent.pitch, extent.width) = (tensor.row_pitch(), tensor.row_bytes());
+    }
+    Some(extent)
 }
 
 /// Refuses outputs that overlap each other or an input.
@@ -186,7 +215,7 @@ fn apart(outputs: &[Option<Extent>], inputs: &[Option<Extent>]) -> Result<()> {
         let Some(output) = output else { continue };
         let others = outputs[i + 1..].iter().chain(inputs).flatten();
         for other in others {
-            if output.start < other.end && other.start < output.end {
+            if !output.is_apart_from(other) {
                 return Err(Error::invalid(format!(
                     "{} and {} overlap in memory; give each its own",
                     output.name, other.name

@@ -1,6 +1,6 @@
 //! A group as one of its ranks sees it: its own segment, its peers' segments, lanes and windows.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,8 @@ pub struct Group {
     pub(crate) node_of: Vec<usize>,
     pub(crate) lanes: Vec<Lane>,
     pub(super) windows: ArcSwap<Vec<Arc<WindowShared>>>,
+    /// Windows that were asked for, from 1: alike on all ranks, unlike their numbers it never repeats.
+    pub(super) next_window: AtomicU32,
     pub(super) backend: Backend,
     /// None: the group's calls run on the host.
     pub(super) device: Option<Box<dyn DeviceGroup>>,
@@ -113,6 +115,7 @@ impl Group {
             node_of,
             lanes,
             windows: ArcSwap::from_pointee(Vec::new()),
+            next_window: AtomicU32::new(1),
             backend,
             device,
             bootstrap: Mutex::new(bootstrap),
@@ -162,10 +165,12 @@ impl Group {
         ErrorInfo { status, rank: self.rank, peer, lane, epoch, text }
     }
 
-    /// Breaks the group: records the error here first, so that a root cause received earlier stays, then
-    /// with every peer. Returns what this rank reports.
+    /// Breaks the group: records the error here first, then with every peer. A root cause that a peer has
+    /// already recorded goes before this rank's own, which may be its consequence. Returns what this rank
+    /// reports.
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
-        fault::record(&self.segments[self.rank], info);
+        let known = self.segments.iter().find_map(fault::read);
+        fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
         let first = fault::read(&self.segments[self.rank]).unwrap_or_else(|| info.clone());
         for segment in &self.segments {
             fault::record(segment, &first);
@@ -244,8 +249,8 @@ impl Group {
         Doorbell::new(&self.segments[rank], self.layout.doorbell(lane), self.layout.sleeping(lane))
     }
 
-    pub(super) fn link(&self, rank: usize) -> Option<&Link> {
-        self.links[rank].as_ref()
+    pub(super) fn links(&self) -> &[Option<Link>] {
+        &self.links
     }
 
     /// Sizes and choices.

@@ -1,5 +1,6 @@
 //! Making a group: the ranks compare their configs, map each other's segments and learn who shares a node.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -7,7 +8,9 @@ use std::time::Instant;
 use bytemuck::{Pod, Zeroable};
 
 use super::device::{Backend, DeviceGroup, Membership};
+use super::device_segment::DeviceSegment;
 use super::group::ALIVE;
+use super::handover::hand_over;
 use super::link::{Link, Listener};
 use super::share::{Offer, Reach};
 use crate::bootstrap::Bootstrap;
@@ -43,6 +46,12 @@ struct Hello {
     device_bytes: u64,
 }
 
+impl Hello {
+    fn device_offer(&self) -> Offer {
+        Offer { bytes: self.device_bytes as usize, id: self.device_segment }
+    }
+}
+
 /// The part of the config on which all ranks must agree.
 #[derive(Clone, Copy, Pod, Zeroable, PartialEq)]
 #[repr(C)]
@@ -74,10 +83,7 @@ pub(super) fn join(
     }
     let config = with_defaults(config, backend, num_ranks)?;
     let layout = SegmentLayout::new(&config, num_ranks);
-    let mut mapping = Mapping::create(layout.bytes())?;
-    let fd = mapping.fd().map(|fd| fd.try_clone_to_owned()).transpose();
-    let fd = fd.map_err(|e| Error::system("dup", e))?;
-    mapping.seal();
+    let (mapping, fd) = Mapping::create(layout.bytes())?;
     let own = Arc::new(mapping);
     let segment = publish(&Memory::Host(own.clone()))?;
     let own_device = DeviceSegment::allocate(backend, layout.bytes())?;
@@ -94,8 +100,8 @@ pub(super) fn join(
         node_id: config.node_id,
         segment,
         socket,
-        device_segment: own_device.id,
-        device_bytes: own_device.memory.as_ref().map_or(0, |memory| memory.bytes() as u64),
+        device_segment: own_device.offer().id,
+        device_bytes: own_device.offer().bytes as u64,
     };
     let hellos = exchange(bootstrap, &hello, deadline)?;
     compare(&hellos, backend)?;
@@ -103,65 +109,40 @@ pub(super) fn join(
     let node_of = number_nodes(&hellos);
     let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline).and_then(
         |(segments, links)| {
-            let device =
-                own_device.join(backend, &links, &hellos, deadline, (rank, &config, layout, &node_of))?;
+            let reach = Reach { rank, links: &links, device: backend.device.as_deref(), deadline };
+            let node_of = node_of.clone();
+            let membership = Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
+            let offers: Vec<Offer> = hellos.iter().map(Hello::device_offer).collect();
+            let device = own_device.join(backend, &reach, &offers, membership)?;
             Ok((segments, links, device))
         },
     );
-    let answer = mapped.as_ref().err().map_or(READY.to_vec(), |error| error.message.clone().into_bytes());
+    let answer = mapped.as_ref().err().map_or(READY.to_vec(), refusal);
     let answers = bootstrap.all_gather(&answer, deadline)?;
-    let (segments, links, device) = mapped?;
-    if let Some(refused) = answers.iter().position(|answer| answer != READY) {
-        let text = String::from_utf8_lossy(&answers[refused]).into_owned();
+    if let Some(refused) = root_cause(&answers).filter(|&refused| refused != rank) {
+        let text = String::from_utf8_lossy(&answers[refused][1..]).into_owned();
         return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));
     }
+    let (segments, links, device) = mapped?;
     Ok(Joined { config, segments, links, device, node_of, ranks_here: num_ranks })
 }
 
-/// This rank's segment in its device's memory, before the peers have it.
-struct DeviceSegment {
-    memory: Option<Memory>,
-    id: SegmentId,
+/// What a rank that failed answers: how far its error is from the cause, and the text.
+fn refusal(error: &Error) -> Vec<u8> {
+    let distance = match error.status {
+        // Its peer is not there, which the peer may know a reason for.
+        Status::Unsupported => 1,
+        // Its peer gave up.
+        Status::Bootstrap | Status::PeerLost => 2,
+        _ => 0,
+    };
+    [&[distance], error.message.as_bytes()].concat()
 }
 
-impl DeviceSegment {
-    fn allocate(backend: &Backend, bytes: usize) -> Result<DeviceSegment> {
-        let Some(device) = &backend.device else {
-            return Ok(DeviceSegment { memory: None, id: SegmentId::default() });
-        };
-        let memory = Memory::Device(device.allocate(bytes)?);
-        let id = publish(&memory)?;
-        Ok(DeviceSegment { memory: Some(memory), id })
-    }
-
-    /// Shares the segment, and becomes a member on the device.
-    fn join(
-        &self,
-        backend: &Backend,
-        links: &[Option<Link>],
-        hellos: &[Hello],
-        deadline: Instant,
-        (rank, config, layout, node_of): (usize, &GroupConfig, SegmentLayout, &[usize]),
-    ) -> Result<Option<Box<dyn DeviceGroup>>> {
-        let Some(device) = &backend.device else { return Ok(None) };
-        let offer = |hello: &Hello| Offer { bytes: hello.device_bytes as usize, id: hello.device_segment };
-        let offers: Vec<Offer> = hellos.iter().map(offer).collect();
-        let reach = Reach { rank, links, device: Some(&**device), deadline };
-        let segments = reach.share(self.memory.as_ref(), &offers, DEVICE_SEGMENT_TAG)?;
-        let segments: Vec<Memory> = segments.into_iter().flatten().collect();
-        if segments.len() != hellos.len() {
-            return Err(Error::new(Status::Bootstrap, "a rank has no segment in its device's memory"));
-        }
-        let membership = Membership {
-            rank,
-            num_ranks: hellos.len(),
-            config: *config,
-            layout,
-            node_of: node_of.to_vec(),
-            segments,
-        };
-        device.join(membership).map(Some)
-    }
+/// The rank whose failure made others fail, the same on every rank.
+fn root_cause(answers: &[Vec<u8>]) -> Option<usize> {
+    let refused = answers.iter().enumerate().filter(|(_, answer)| *answer != READY);
+    refused.min_by_key(|(_, answer)| answer[0]).map(|(rank, _)| rank)
 }
 
 fn with_defaults(config: &GroupConfig, backend: &Backend, num_ranks: usize) -> Result<GroupConfig> {
@@ -325,7 +306,7 @@ fn compare(hellos: &[Hello], backend: &Backend) -> Result<()> {
 fn map_peers(
     rank: usize,
     own: Words,
-    own_fd: Option<std::os::fd::OwnedFd>,
+    own_fd: OwnedFd,
     listener: Listener,
     hellos: &[Hello],
     bytes: usize,
@@ -341,32 +322,27 @@ fn map_peers(
     for (peer, link) in listener.connect(rank, &elsewhere, deadline)? {
         links[peer] = Some(link);
     }
-    for (peer, link) in links.iter().enumerate() {
-        if let (Some(link), Some(fd)) = (link, &own_fd) {
-            link.send_fd(peer, SEGMENT_TAG, std::os::fd::AsFd::as_fd(fd))?;
-        }
-    }
-    let mut segments = Vec::with_capacity(hellos.len());
-    for (peer, here) in here.into_iter().enumerate() {
-        segments.push(match (here, &links[peer]) {
-            _ if peer == rank => own.clone(),
-            (Some(mapping), _) => Words::new(mapping),
-            (None, Some(link)) => {
-                let fd = link.receive_fd(peer, SEGMENT_TAG, deadline)?;
-                Words::new(Arc::new(Mapping::attach(fd, bytes)?))
-            }
-            (None, None) => {
-                return Err(Error::new(Status::Bootstrap, format!("rank {peer} did not connect")));
-            }
-        });
-    }
-    Ok((segments, links))
+    let mut segments: Vec<Option<Words>> = here.into_iter().map(|mapping| mapping.map(Words::new)).collect();
+    segments[rank] = Some(own);
+    hand_over(
+        &links,
+        SEGMENT_TAG,
+        Some(own_fd.as_fd()),
+        |_| true,
+        deadline,
+        |peer, fd| {
+            segments[peer] = Some(Words::new(Arc::new(Mapping::attach(fd, bytes)?)));
+            Ok(())
+        },
+    )?;
+    let absent = |peer| Error::new(Status::Bootstrap, format!("rank {peer} did not connect"));
+    let segments =
+        segments.into_iter().enumerate().map(|(peer, segment)| segment.ok_or_else(|| absent(peer)));
+    Ok((segments.collect::<Result<Vec<Words>>>()?, links))
 }
 
 /// Tag of a descriptor that is a segment; windows use their number.
 const SEGMENT_TAG: u64 = 0;
-/// Tag of a descriptor that is a segment in a device's memory.
-const DEVICE_SEGMENT_TAG: u64 = 1 << 32;
 
 /// Nodes by id, numbered from 0 in order of first appearance. All ranks mapped each other, so without
 /// ids there is one node.

@@ -3,8 +3,10 @@
 mod check;
 mod device;
 mod device_plan;
+mod device_segment;
 mod fault;
 mod group;
+mod handover;
 mod join;
 mod lane;
 mod link;

@@ -1,10 +1,11 @@
 //! Handing memory to the peers and mapping theirs: what windows and segments have in common.
 
-use std::os::fd::AsFd;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::device::Device;
+use super::handover::hand_over;
 use super::link::Link;
 use crate::error::{Error, Result, Status};
 use crate::mem::{Mapping, Memory, SegmentId, find};
@@ -28,56 +29,44 @@ pub(super) struct Reach<'a> {
 }
 
 impl Reach<'_> {
-    /// Sends `own` to the peers of other processes, and returns every rank's memory as this rank maps it.
-    /// `tag` tells what it is from what else passes the links. Collective.
+    /// Gives the peers this rank's memory, by its descriptor, and returns every rank's memory as this rank
+    /// maps it. `tag` is new on every rank and the same on all. Collective.
     ///
     /// # Errors
     /// [`Status::PeerLost`], [`Status::Bootstrap`], [`Status::OutOfMemory`], or the device's.
     pub(super) fn share(
         &self,
-        own: Option<&Memory>,
+        own: Option<Memory>,
+        fd: Option<BorrowedFd<'_>>,
         offers: &[Offer],
         tag: u64,
     ) -> Result<Vec<Option<Memory>>> {
-        let elsewhere = self.links.iter().enumerate().filter_map(|(peer, link)| Some((peer, link.as_ref()?)));
-        let mut fd = None;
-        for (peer, link) in elsewhere {
-            let Some(own) = own else { break };
-            if fd.is_none() {
-                fd = own.export()?;
-            }
-            if let Some(fd) = &fd {
-                link.send_fd(peer, tag, fd.as_fd())?;
+        let mut all: Vec<Option<Memory>> = vec![None; offers.len()];
+        all[self.rank] = own;
+        let has_memory = |peer: usize| offers[peer].bytes != 0;
+        hand_over(self.links, tag, fd, has_memory, self.deadline, |peer, fd| {
+            all[peer] = Some(match self.device {
+                Some(device) => Memory::Device(device.import(fd, offers[peer].bytes)?),
+                None => Memory::Host(Arc::new(Mapping::attach(fd, offers[peer].bytes)?)),
+            });
+            Ok(())
+        })?;
+        for peer in (0..offers.len()).filter(|&peer| has_memory(peer)) {
+            if all[peer].is_none() {
+                all[peer] = Some(self.find(peer, &offers[peer].id)?);
             }
         }
-        offers.iter().enumerate().map(|(peer, offer)| self.reach(own, peer, offer, tag)).collect()
+        Ok(all)
     }
 
-    fn reach(&self, own: Option<&Memory>, peer: usize, offer: &Offer, tag: u64) -> Result<Option<Memory>> {
-        if peer == self.rank {
-            return Ok(own.cloned());
+    /// Memory of a rank of this process.
+    fn find(&self, peer: usize, id: &SegmentId) -> Result<Memory> {
+        let memory = find(id).ok_or_else(|| {
+            Error::new(Status::PeerLost, format!("rank {peer} left while its memory was being mapped"))
+        })?;
+        if let (Some(device), Memory::Device(memory)) = (self.device, &memory) {
+            device.admit(&**memory)?;
         }
-        match &self.links[peer] {
-            _ if offer.bytes == 0 => Ok(None),
-            None => {
-                let memory = find(&offer.id).ok_or_else(|| {
-                    Error::new(
-                        Status::PeerLost,
-                        format!("rank {peer} left while its memory was being mapped"),
-                    )
-                })?;
-                if let (Some(device), Memory::Device(memory)) = (self.device, &memory) {
-                    device.admit(&**memory)?;
-                }
-                Ok(Some(memory))
-            }
-            Some(link) => {
-                let fd = link.receive_fd(peer, tag, self.deadline)?;
-                match self.device {
-                    Some(device) => Ok(Some(Memory::Device(device.import(fd, offer.bytes)?))),
-                    None => Ok(Some(Memory::Host(Arc::new(Mapping::attach(fd, offer.bytes)?)))),
-                }
-            }
-        }
+        Ok(memory)
     }
 }

@@ -1,6 +1,8 @@
 //! Memory that peers write and read directly.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
@@ -45,13 +47,17 @@ impl Window {
         }
         let deadline = Instant::now() + group.default_timeout();
         let mut bootstrap = group.bootstrap.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Relaxed: the bootstrap's lock orders the allocations of this rank.
+        let tag = group.next_window.fetch_add(1, Ordering::Relaxed).into();
         let own = make_part(group, bytes);
         let hellos = bootstrap.all_gather(&hello(group, &own), deadline)?;
-        let (own, _) = own?;
-        let parts = parse(&hellos).and_then(|(id, offers)| map_parts(group, id, own, &offers, deadline));
+        // All ranks see the same hellos, so either all stop here or none does: the ranks stay in step.
+        let own = own?;
+        let (id, offers) = parse(&hellos)?;
+        let parts = map_parts(group, tag, own, &offers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
         let answers = bootstrap.all_gather(&answer, deadline)?;
-        let (id, parts) = parts?;
+        let parts = parts?;
         if let Some(refused) = answers.iter().position(|answer| !answer.is_empty()) {
             let text = String::from_utf8_lossy(&answers[refused]).into_owned();
             return Err(Error::new(
@@ -94,23 +100,33 @@ impl Drop for Window {
     }
 }
 
-/// This rank's part and its name; None for a part of 0 bytes.
-type Part = (Option<Memory>, SegmentId);
+/// This rank's part; empty if it has 0 bytes.
+#[derive(Default)]
+struct OwnPart {
+    memory: Option<Memory>,
+    /// For peers of other processes.
+    fd: Option<OwnedFd>,
+    segment: SegmentId,
+}
 
-fn make_part(group: &Group, bytes: usize) -> Result<Part> {
+fn make_part(group: &Group, bytes: usize) -> Result<OwnPart> {
     if bytes == 0 {
-        return Ok((None, SegmentId::default()));
+        return Ok(OwnPart::default());
     }
-    let part = match &group.backend.device {
-        Some(device) => Memory::Device(device.allocate(bytes)?),
+    let (memory, fd) = match &group.backend.device {
+        Some(device) => {
+            let memory = Memory::Device(device.allocate(bytes)?);
+            let fd = memory.export()?;
+            (memory, fd)
+        }
         None => {
-            let mapping = Mapping::create(host_bytes(bytes)?)?;
+            let (mapping, fd) = Mapping::create(host_bytes(bytes)?)?;
             mapping.populate();
-            Memory::Host(Arc::new(mapping))
+            (Memory::Host(Arc::new(mapping)), Some(fd))
         }
     };
-    let segment = publish(&part)?;
-    Ok((Some(part), segment))
+    let segment = publish(&memory)?;
+    Ok(OwnPart { memory: Some(memory), fd, segment })
 }
 
 /// Refuses what the machine cannot have.
@@ -139,12 +155,12 @@ const HELLO_PART: u8 = 1;
 const HELLO_ERROR: u8 = 0;
 const HELLO_BYTES: usize = 1 + 8 + 8 + size_of::<SegmentId>();
 
-fn hello(group: &Group, own: &Result<Part>) -> Vec<u8> {
+fn hello(group: &Group, own: &Result<OwnPart>) -> Vec<u8> {
     // One bit per window of this rank: the new one takes a number that is free on all ranks.
     let alive = group.windows.load().iter().fold(0u64, |alive, window| alive | 1 << (window.id - 1));
     match own {
-        Ok((part, segment)) => {
-            let bytes = part.as_ref().map_or(0, |part| part.bytes() as u64);
+        Ok(OwnPart { memory, segment, .. }) => {
+            let bytes = memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
             [&[HELLO_PART][..], &alive.to_le_bytes(), &bytes.to_le_bytes(), segment].concat()
         }
         Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
@@ -184,18 +200,19 @@ const _: () = assert!(MAX_WINDOWS == u64::BITS as usize);
 
 fn map_parts(
     group: &Group,
-    id: u32,
-    own: Option<Memory>,
+    tag: u64,
+    own: OwnPart,
     offers: &[Offer],
     deadline: Instant,
-) -> Result<(u32, Vec<Option<Memory>>)> {
-    let parts = group.reach(deadline).share(own.as_ref(), offers, id.into())?;
-    for (peer, part) in parts.iter().enumerate() {
-        if let (true, Some(Memory::Host(mapping))) = (group.link(peer).is_some(), part) {
+) -> Result<Vec<Option<Memory>>> {
+    let fd = own.fd.as_ref().map(OwnedFd::as_fd);
+    let parts = group.reach(deadline).share(own.memory, fd, offers, tag)?;
+    for (link, part) in group.links().iter().zip(&parts) {
+        if let (Some(_), Some(Memory::Host(mapping))) = (link, part) {
             mapping.populate();
         }
     }
-    Ok((id, parts))
+    Ok(parts)
 }
 
 /// The windows of a group as one call sees them.

@@ -291,6 +291,7 @@ impl<'a> Owner<'a> {
             }
             for wanted in &self.wanted[..self.num_wanted] {
                 self.peers[wanted.rank].rows_of_token += 1;
+                self.peers[wanted.rank].rows_read += 1;
             }
             self.clear_weights();
             self.opened = true;
@@ -464,18 +465,10 @@ impl<'a> Owner<'a> {
 
     fn count_stats(&self) {
         let row_bytes = self.combine.call.rows.row_bytes() as u64;
-        for (rank, counters) in self.combine.group.lanes[self.combine.shape.lane].counters.iter().enumerate()
-        {
-            let rows = match self.combine.shape.layout {
-                Layout::Flat => self.combine.state.tokens_to(rank).len() as u64,
-                Layout::ExpertMajor => {
-                    let first = self.combine.shape.experts.first(rank) as usize;
-                    let local = self.combine.shape.experts.num_local(rank);
-                    let counts = &self.combine.state.expert_count[first..first + local];
-                    counts.iter().map(|&rows| u64::from(rows)).sum()
-                }
-            };
-            counters.add(&PeerStats { calls: 1, bytes_combined: rows * row_bytes, ..PeerStats::default() });
+        let counters = &self.combine.group.lanes[self.combine.shape.lane].counters;
+        for (peer, counters) in self.peers.iter().zip(counters) {
+            let bytes_combined = peer.rows_read * row_bytes;
+            counters.add(&PeerStats { calls: 1, bytes_combined, ..PeerStats::default() });
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::{Error, Result, Status};
 use crate::perturb::Stop;
-use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, OP_DISPATCH, OP_PLAN, REQUESTS, line};
+use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, OP_DISPATCH, OP_FAILED, OP_PLAN, REQUESTS, line};
 
 /// One call in progress on this rank.
 pub(crate) struct Exchange<'a> {
@@ -393,6 +393,11 @@ fn op_name(op: u32) -> &'static str {
 
 /// How two signatures differ, for a person; None if they are equal.
 fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
+    if own.op == OP_FAILED || peer.op == OP_FAILED {
+        return Some(String::from(
+            "the queued call of one of them failed before it began; its stream says why",
+        ));
+    }
     if own.op != peer.op {
         return Some(format!("one is in {}, the other in {}", op_name(own.op), op_name(peer.op)));
     }

@@ -25,5 +25,5 @@ pub(crate) use dispatch::dispatch;
 pub use reduce::{Close, Reduction, Term, reduce};
 pub use ring::{RingReader, RingWriter};
 pub(crate) use scratch::LaneScratch;
-pub(crate) use update::{Updated, update};
+pub(crate) use update::{Updated, refuse, update};
 pub use wait::{Doorbell, Patience};

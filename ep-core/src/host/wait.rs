@@ -58,7 +58,7 @@ impl<'a> Doorbell<'a> {
         }
     }
 
-    /// The number of rings so far. Take it before looking at the words, give it to [`Waiter::wait`].
+    /// The number of rings so far. Take it before looking at the words, give it to `Waiter::wait`.
     pub fn count(&self) -> u32 {
         // Acquire: pairs with the release in `ring`.
         self.segment.u32(self.bell).load(Ordering::Acquire)

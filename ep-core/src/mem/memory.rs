@@ -56,16 +56,13 @@ impl Memory {
         }
     }
 
-    /// A descriptor for a peer in another process; None on memory received from one.
+    /// A descriptor for peers in other processes, of a device's memory. That of a host mapping came with it.
     ///
     /// # Errors
-    /// Those of the system and of [`DeviceMemory::export`].
+    /// Those of [`DeviceMemory::export`].
     pub fn export(&self) -> Result<Option<OwnedFd>> {
         match self {
-            Memory::Host(mapping) => mapping
-                .fd()
-                .map(|fd| fd.try_clone_to_owned().map_err(|e| crate::Error::system("dup", e)))
-                .transpose(),
+            Memory::Host(_) => Ok(None),
             Memory::Device(memory) => memory.export(),
         }
     }
