@@ -51,11 +51,11 @@ impl Context {
         Ok(Arc::new(Context { ordinal, device, raw, name }))
     }
 
-    /// Device of the calling thread's current context, if it has one.
+    /// Device of the calling thread's current context, if it has one. Does not start the driver.
     pub fn current_ordinal() -> Option<i32> {
-        driver::open().ok()?;
+        driver::find().ok()?;
         let mut current = std::ptr::null_mut();
-        // SAFETY: the driver is open.
+        // SAFETY: the library is there; without cuInit, which a context needs, this is an error.
         check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "cuCtxGetCurrent").ok()?;
         if current.is_null() {
             return None;

@@ -28,15 +28,26 @@ pub fn open() -> Result<Driver> {
     DRIVER.get_or_init(open_once).clone()
 }
 
+/// Finds kernels and the driver's library. Does not start the driver.
+///
+/// # Errors
+/// [`Status::Unsupported`] saying which is missing.
+pub fn find() -> Result<()> {
+    images::needed_driver()?;
+    // SAFETY: looks for the library and loads it; its initialisers are the driver's own.
+    match unsafe { sys::is_culib_present() } {
+        true => Ok(()),
+        false => Err(Error::new(
+            Status::Unsupported,
+            "there is no CUDA driver on this machine (libcuda.so.1 was not found)",
+        )),
+    }
+}
+
 fn open_once() -> Result<Driver> {
     let unsupported = |text: String| Err(Error::new(Status::Unsupported, text));
     let needed = images::needed_driver()?;
-    // SAFETY: looks for the library and loads it; its initialisers are the driver's own.
-    if !unsafe { sys::is_culib_present() } {
-        return unsupported(String::from(
-            "there is no CUDA driver on this machine (libcuda.so.1 was not found)",
-        ));
-    }
+    find()?;
     let mut version = 0;
     // SAFETY: the library is there, and every driver has this function; it needs no initialisation.
     check(unsafe { sys::cuDriverGetVersion(&mut version) }, "cuDriverGetVersion")?;

@@ -185,9 +185,12 @@ impl Shared {
         Some(Error::new(info.status, info.text))
     }
 
-    fn is_idle(&self) -> bool {
-        // A device that is lost runs nothing any more.
-        self.lanes.iter().all(|lane| lane.last.is_done().unwrap_or(true))
+    fn is_idle(&self) -> Result<bool> {
+        let mut idle = true;
+        for lane in &self.lanes {
+            idle &= lane.last.is_done()?;
+        }
+        Ok(idle)
     }
 }
 
@@ -247,14 +250,18 @@ impl DeviceGroup for CudaGroup {
         }
     }
 
-    fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> Result<bool> {
         self.shared.is_idle()
     }
 }
 
 impl Drop for CudaGroup {
     fn drop(&mut self) {
-        if !self.shared.is_idle() {
+        // Relaxed: as in `abort`. Its copies to the peers are short.
+        if self.shared.aborted.load(Ordering::Relaxed) {
+            let _ = self.shared.device.pool.synchronize();
+        }
+        if !self.shared.is_idle().unwrap_or(true) {
             // A kernel still runs: unmapping what it uses would end the context. The memory stays.
             std::mem::forget(self.shared.clone());
         }

@@ -33,6 +33,14 @@ impl Pool {
         &self.context
     }
 
+    /// Waits until the library's own copies are done.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize()
+    }
+
     /// Zeroed memory.
     ///
     /// # Errors

@@ -117,7 +117,10 @@ pub trait DeviceGroup: Send + Sync {
     fn abort(&self, info: &ErrorInfo);
 
     /// True when no call of this rank is queued or running.
-    fn is_idle(&self) -> bool;
+    ///
+    /// # Errors
+    /// [`crate::Status::DeviceLost`], of a device that runs nothing any more.
+    fn is_idle(&self) -> Result<bool>;
 }
 
 /// A plan in a device's memory. One call at a time.

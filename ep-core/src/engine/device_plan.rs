@@ -24,8 +24,9 @@ const NEVER: u64 = u64::MAX;
 /// How long `counts` spins before it sleeps between looks: an update takes tens of microseconds.
 const SPIN: Duration = Duration::from_micros(200);
 const NAP: Duration = Duration::from_micros(20);
-/// How often it looks for peers that left, and how long one may be gone while an update is on its way.
-const LOOK_FOR_PEERS: Duration = Duration::from_millis(20);
+/// How often it looks for peers that left and for a lost device, and how long a peer may be gone while an
+/// update is on its way.
+const LOOK_ABOUT: Duration = Duration::from_millis(20);
 const PEER_GRACE: Duration = Duration::from_millis(200);
 
 /// A plan on a device.
@@ -72,7 +73,7 @@ impl DeviceCore {
         let _in_progress = self.group.enter();
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
-        unsafe { self.plan.update(&call, &how(options, call.deadline, stream)) }?;
+        self.told(unsafe { self.plan.update(&call, &how(options, call.deadline, stream)) })?;
         // Relaxed: the lane orders the calls that use it.
         self.num_tokens.store(routing.num_tokens() as u64, Ordering::Relaxed);
         Ok(())
@@ -98,7 +99,7 @@ impl DeviceCore {
         let _in_progress = self.group.enter();
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
-        unsafe { self.plan.dispatch(&call, &places, &how(options, deadline, stream)) }
+        self.told(unsafe { self.plan.dispatch(&call, &places, &how(options, deadline, stream)) })
     }
 
     /// # Safety
@@ -120,23 +121,24 @@ impl DeviceCore {
         let _in_progress = self.group.enter();
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
-        unsafe { self.plan.combine(&call, &places, &how(options, deadline, stream)) }
+        self.told(unsafe { self.plan.combine(&call, &places, &how(options, deadline, stream)) })
     }
 
-    /// Waits for the counts of the last update, without making the device wait.
+    /// Waits for the counts of the last update, without making the device wait. Of what breaks the group
+    /// meanwhile it returns the cause.
     pub(super) fn counts(&self, timeout: Option<Duration>) -> Result<Counts> {
-        self.group.check_usable()?;
+        self.group.check_open()?;
         self.known_tokens()?;
         let started = Instant::now();
         let deadline = started + timeout.unwrap_or(self.group.default_timeout());
-        let mut peers = PeerWatch { next: started + LOOK_FOR_PEERS, gone: None };
+        let mut watch = Watch { next: started + LOOK_ABOUT, gone: None };
         loop {
-            if let Some(counts) = self.plan.counts()? {
-                return Ok(counts);
-            }
             self.group.poll_device();
             if let Some(error) = self.group.broken() {
                 return Err(error);
+            }
+            if let Some(counts) = self.plan.counts()? {
+                return Ok(counts);
             }
             let now = Instant::now();
             if now >= deadline {
@@ -145,12 +147,22 @@ impl DeviceCore {
                     "the plan's update has not run on its stream yet; call again, or wait longer",
                 ));
             }
-            peers.look(&self.group, self.shape.lane, now)?;
+            watch.look(self, now)?;
             match now - started < SPIN {
                 true => std::hint::spin_loop(),
                 false => std::thread::sleep(NAP),
             }
         }
+    }
+
+    /// A device that is lost takes the group with it, so that the peers need not wait.
+    fn told<T>(&self, result: Result<T>) -> Result<T> {
+        let Err(error) = result else { return result };
+        if error.status != Status::DeviceLost {
+            return Err(error);
+        }
+        let text = format!("rank {} lost its device: {}", self.group.rank, error.message);
+        Err(self.group.fail(&self.group.error_info(error.status, None, Some(self.shape.lane), 0, text)))
     }
 
     fn deadline(&self, options: &Options) -> Instant {
@@ -171,26 +183,31 @@ fn how(options: &Options, deadline: Instant, stream: DeviceStream) -> How {
     How { options: *options, timeout: deadline.saturating_duration_since(Instant::now()), stream }
 }
 
-/// Notices the death of a peer before the device's deadline does.
-struct PeerWatch {
+/// Notices the death of a peer or of the device before the device's deadline does.
+struct Watch {
     next: Instant,
     /// Who was gone at an earlier look, and since when: its part of the update may be on its way still.
     gone: Option<(usize, Instant)>,
 }
 
-impl PeerWatch {
-    fn look(&mut self, group: &Group, lane: usize, now: Instant) -> Result<()> {
+impl Watch {
+    fn look(&mut self, plan: &DeviceCore, now: Instant) -> Result<()> {
         if now < self.next {
             return Ok(());
         }
-        self.next = now + LOOK_FOR_PEERS;
+        self.next = now + LOOK_ABOUT;
+        let group = &plan.group;
+        if let Some(device) = &group.device {
+            plan.told(device.is_idle())?;
+        }
         let gone = (0..group.num_ranks).find(|&rank| group.has_left(rank));
         self.gone = gone.map(|rank| self.gone.filter(|before| before.0 == rank).unwrap_or((rank, now)));
         match self.gone {
             Some((peer, since)) if now - since >= PEER_GRACE => {
+                let (rank, lane) = (group.rank, plan.shape.lane);
                 let text = format!(
-                    "rank {peer} left or died while rank {} waited in ep_plan_counts (lane {lane}) for its counts",
-                    group.rank
+                    "rank {peer} left or died while rank {rank} waited in ep_plan_counts (lane {lane}) for the \
+                     counts of it"
                 );
                 Err(group.fail(&group.error_info(Status::PeerLost, Some(peer), Some(lane), 0, text)))
             }

@@ -137,6 +137,11 @@ impl Group {
         self.num_ranks
     }
 
+    /// True if the group's calls run on a device other than the host.
+    pub fn is_on_device(&self) -> bool {
+        self.device.is_some()
+    }
+
     /// The deadline of collective calls that do not choose one.
     pub fn default_timeout(&self) -> Duration {
         Duration::from_millis(self.config.timeout_ms.into())
@@ -211,10 +216,7 @@ impl Group {
     /// # Errors
     /// [`Status::Aborted`] repeating why, or [`Status::BadHandle`].
     pub(crate) fn check_usable(&self) -> Result<()> {
-        // Acquire: pairs with the release in `close`.
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
-        }
+        self.check_open()?;
         self.poll_device();
         match fault::read(&self.segments[self.rank]) {
             None => Ok(()),
@@ -227,6 +229,18 @@ impl Group {
                 ))
             }
         }
+    }
+
+    /// Refuses a call on a group that is closed.
+    ///
+    /// # Errors
+    /// [`Status::BadHandle`].
+    pub(super) fn check_open(&self) -> Result<()> {
+        // Acquire: pairs with the release in `close`.
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
+        }
+        Ok(())
     }
 
     /// The first error that broke the group, and per rank whether it is alive. Lock-free.
@@ -312,7 +326,7 @@ impl Group {
         let idle_by = |deadline: Instant| {
             // Relaxed: see `enter`; the lane guard's release orders what the call did.
             while self.calls_in_progress.load(Ordering::Relaxed) != 0
-                || self.device.as_ref().is_some_and(|device| !device.is_idle())
+                || self.device.as_ref().is_some_and(|device| !device.is_idle().unwrap_or(true))
             {
                 if Instant::now() >= deadline {
                     return false;
