@@ -387,7 +387,8 @@ struct TokenSender {
         for (uint32_t i = 0; i < num_slots; ++i) {
             uint32_t rank, index;
             if (has_message(token, 32 * i + threadIdx.x % 32, &rank, &index)) {
-                room = room && Ring(ctx, args.group.rank, rank, shared.destinations[rank].messages).has_room(ctx, index);
+                Ring ring(ctx, args.group.rank, rank, shared.destinations[rank].messages);
+                room = room && ring.has_room(ctx, index);
             }
         }
         return __all_sync(0xffffffffu, room);
