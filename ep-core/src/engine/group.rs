@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 
+use super::device::{Backend, DeviceGroup};
 use super::fault;
-use super::join::{Joined, join};
+use super::join::{BACKEND_HOST, Joined, chosen, join};
 use super::lane::Lane;
 use super::link::Link;
+use super::share::Reach;
 use super::window::WindowShared;
 use crate::bootstrap::Bootstrap;
 use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats};
@@ -18,9 +20,6 @@ use crate::host::{Doorbell, Patience};
 use crate::layout::{self, SegmentLayout};
 use crate::mem::Words;
 use crate::perturb::Perturb;
-
-/// `EP_BACKEND_HOST`.
-const BACKEND_HOST: i32 = 1;
 
 /// The alive word of a rank that is a member.
 pub(super) const ALIVE: u32 = 1;
@@ -42,7 +41,11 @@ pub struct Group {
     pub(crate) node_of: Vec<usize>,
     pub(crate) lanes: Vec<Lane>,
     pub(super) windows: ArcSwap<Vec<Arc<WindowShared>>>,
+    /// Windows that were asked for, from 1: alike on all ranks, unlike their numbers it never repeats.
     pub(super) next_window: AtomicU32,
+    pub(super) backend: Backend,
+    /// None: the group's calls run on the host.
+    pub(super) device: Option<Box<dyn DeviceGroup>>,
     pub(super) bootstrap: Mutex<Box<dyn Bootstrap>>,
     pub(crate) patience: Patience,
     pub(crate) perturb: Perturb,
@@ -52,7 +55,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// Makes the group. Collective; returns by `deadline`.
+    /// Makes the group, on the host. Collective; returns by `deadline`.
     ///
     /// # Errors
     /// [`Status::InvalidArgument`], [`Status::Mismatch`], [`Status::Bootstrap`], [`Status::OutOfMemory`],
@@ -65,18 +68,41 @@ impl Group {
         Group::create_perturbed(config, bootstrap, deadline, Perturb::none())
     }
 
+    /// Makes the group on a backend, which every rank chose alike. Collective; returns by `deadline`.
+    ///
+    /// # Errors
+    /// As [`Group::create`], and those of the device.
+    pub fn create_on(
+        backend: Backend,
+        config: &GroupConfig,
+        bootstrap: Box<dyn Bootstrap>,
+        deadline: Instant,
+    ) -> Result<Arc<Group>> {
+        Group::make(backend, config, bootstrap, deadline, Perturb::none())
+    }
+
     /// As [`Group::create`], with seeded delays and failures at the protocol's steps, for tests.
     ///
     /// # Errors
     /// As [`Group::create`].
     pub fn create_perturbed(
         config: &GroupConfig,
+        bootstrap: Box<dyn Bootstrap>,
+        deadline: Instant,
+        perturb: Perturb,
+    ) -> Result<Arc<Group>> {
+        Group::make(Backend::host(""), config, bootstrap, deadline, perturb)
+    }
+
+    fn make(
+        backend: Backend,
+        config: &GroupConfig,
         mut bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
         perturb: Perturb,
     ) -> Result<Arc<Group>> {
-        let Joined { config, segments, links, node_of, ranks_here } =
-            join(config, &mut *bootstrap, deadline)?;
+        let Joined { config, segments, links, device, node_of, ranks_here } =
+            join(config, &backend, &mut *bootstrap, deadline)?;
         let (rank, num_ranks) = (bootstrap.rank(), bootstrap.num_ranks());
         let layout = SegmentLayout::new(&config, num_ranks);
         let lanes = (0..config.num_lanes as usize).map(|_| Lane::new(num_ranks)).collect();
@@ -90,6 +116,8 @@ impl Group {
             lanes,
             windows: ArcSwap::from_pointee(Vec::new()),
             next_window: AtomicU32::new(1),
+            backend,
+            device,
             bootstrap: Mutex::new(bootstrap),
             patience: Patience::for_ranks(ranks_here),
             perturb,
@@ -107,6 +135,11 @@ impl Group {
     /// Number of ranks.
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
+    }
+
+    /// True if the group's calls run on a device other than the host.
+    pub fn is_on_device(&self) -> bool {
+        self.device.is_some()
     }
 
     /// The deadline of collective calls that do not choose one.
@@ -147,12 +180,30 @@ impl Group {
         for segment in &self.segments {
             fault::record(segment, &first);
         }
+        if let Some(device) = &self.device {
+            device.abort(&first);
+        }
         for rank in 0..self.num_ranks {
             for lane in 0..self.lanes.len() {
                 self.doorbell(rank, lane).ring();
             }
         }
         fault::as_error(&first, self.rank)
+    }
+
+    /// Takes over what the device found out: an error there becomes the group's.
+    pub(super) fn poll_device(&self) {
+        if let Some(device) = &self.device
+            && let Some(info) = device.error()
+            && !fault::is_set(&self.segments[self.rank])
+        {
+            self.fail(&info);
+        }
+    }
+
+    /// How this rank exchanges memory with its peers.
+    pub(super) fn reach(&self, deadline: Instant) -> Reach<'_> {
+        Reach { rank: self.rank, links: &self.links, device: self.backend.device.as_deref(), deadline }
     }
 
     /// The error that broke the group, as this rank reports it.
@@ -165,10 +216,8 @@ impl Group {
     /// # Errors
     /// [`Status::Aborted`] repeating why, or [`Status::BadHandle`].
     pub(crate) fn check_usable(&self) -> Result<()> {
-        // Acquire: pairs with the release in `close`.
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
-        }
+        self.check_open()?;
+        self.poll_device();
         match fault::read(&self.segments[self.rank]) {
             None => Ok(()),
             Some(info) => {
@@ -182,8 +231,21 @@ impl Group {
         }
     }
 
+    /// Refuses a call on a group that is closed.
+    ///
+    /// # Errors
+    /// [`Status::BadHandle`].
+    pub(super) fn check_open(&self) -> Result<()> {
+        // Acquire: pairs with the release in `close`.
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
+        }
+        Ok(())
+    }
+
     /// The first error that broke the group, and per rank whether it is alive. Lock-free.
     pub fn health(&self, alive: &mut [bool]) -> Option<ErrorInfo> {
+        self.poll_device();
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
@@ -213,12 +275,12 @@ impl Group {
             num_ranks: self.num_ranks,
             num_nodes: self.node_of.iter().max().map_or(0, |node| node + 1),
             node: self.node_of[self.rank],
-            backend: BACKEND_HOST,
+            backend: chosen(&self.backend),
             num_lanes: self.lanes.len(),
             timeout_ms: self.config.timeout_ms,
             max_local_experts: self.config.max_local_experts as usize,
             ring_bytes: self.config.ring_bytes as usize,
-            memory_bytes: self.layout.bytes() as u64,
+            memory_bytes: self.layout.bytes() as u64 * if self.device.is_some() { 2 } else { 1 },
             window_bytes,
             backend_reason: self.backend_reason(),
         }
@@ -227,11 +289,13 @@ impl Group {
     fn backend_reason(&self) -> String {
         let why = match self.config.backend {
             BACKEND_HOST => "asked for",
-            _ => "this build has no CUDA backend",
+            _ if self.backend.reason.is_empty() => "this build has no CUDA backend",
+            _ => &self.backend.reason,
         };
+        let what = self.backend.device.as_ref().map_or(String::from("host"), |device| device.describe());
         let in_process = self.links.iter().filter(|link| link.is_none()).count();
         format!(
-            "host: {why}; all {} ranks map each other's memory ({in_process} of them in this process)",
+            "{what}: {why}; all {} ranks map each other's memory ({in_process} of them in this process)",
             self.num_ranks
         )
     }
@@ -261,7 +325,9 @@ impl Group {
     pub fn close(&self, timeout: Duration) -> Result<()> {
         let idle_by = |deadline: Instant| {
             // Relaxed: see `enter`; the lane guard's release orders what the call did.
-            while self.calls_in_progress.load(Ordering::Relaxed) != 0 {
+            while self.calls_in_progress.load(Ordering::Relaxed) != 0
+                || self.device.as_ref().is_some_and(|device| !device.is_idle().unwrap_or(true))
+            {
                 if Instant::now() >= deadline {
                     return false;
                 }

@@ -1,0 +1,139 @@
+//! The embedded kernels on a device: loaded whole, when the device is opened.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use ep_core::{Error, Result, Status};
+
+use crate::context::Context;
+use crate::driver::check;
+use crate::images::images_for;
+
+/// A kernel of the library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    PlanCount,
+    PlanPlace,
+    Dispatch,
+    Combine,
+}
+
+impl Kernel {
+    pub(crate) const ALL: [Kernel; 4] =
+        [Kernel::PlanCount, Kernel::PlanPlace, Kernel::Dispatch, Kernel::Combine];
+
+    /// Its name in the image.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kernel::PlanCount => "ep_plan_count",
+            Kernel::PlanPlace => "ep_plan_place",
+            Kernel::Dispatch => "ep_dispatch",
+            Kernel::Combine => "ep_combine",
+        }
+    }
+}
+
+/// A kernel that can be launched.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Function {
+    pub(crate) raw: CUfunction,
+    /// The most dynamic shared memory of a block.
+    pub(crate) max_shared: usize,
+}
+
+/// All kernels of a device.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    context: Arc<Context>,
+    modules: Vec<CUmodule>,
+    functions: [Option<Function>; Kernel::ALL.len()],
+}
+
+// SAFETY: modules and functions belong to their context, and may be used by any thread.
+unsafe impl Send for Kernels {}
+// SAFETY: as above; nothing changes after loading.
+unsafe impl Sync for Kernels {}
+
+impl Kernels {
+    /// Loads the images for the context's device.
+    ///
+    /// # Errors
+    /// [`Status::Unsupported`] if there are none for it.
+    pub(crate) fn load(context: &Arc<Context>) -> Result<Kernels> {
+        let major = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let shared =
+            context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let images = images_for(major, minor)?;
+        let _entered = context.enter()?;
+        let mut kernels =
+            Kernels { context: context.clone(), modules: Vec::new(), functions: [None; Kernel::ALL.len()] };
+        for image in images {
+            let mut module = std::ptr::null_mut();
+            // SAFETY: a context is current; the image is a whole cubin, aligned.
+            let code = unsafe { sys::cuModuleLoadData(&mut module, image.bytes().as_ptr().cast()) };
+            check(code, format_args!("cuModuleLoadData of {} for {}", image.source, image.arch))?;
+            kernels.modules.push(module);
+        }
+        for (kernel, function) in Kernel::ALL.into_iter().zip(&mut kernels.functions) {
+            *function =
+                find(&kernels.modules, kernel)?.map(|raw| prepare(raw, kernel, shared)).transpose()?;
+        }
+        Ok(kernels)
+    }
+
+    /// The function of a kernel.
+    ///
+    /// # Errors
+    /// [`Status::Unsupported`] if the build lacks it.
+    pub(crate) fn function(&self, kernel: Kernel) -> Result<Function> {
+        self.functions[kernel as usize].ok_or_else(|| {
+            Error::new(Status::Unsupported, format!("this build has no kernel {}", kernel.name()))
+        })
+    }
+}
+
+impl Drop for Kernels {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            for module in self.modules.drain(..) {
+                // SAFETY: loaded by `load`; the device is dropped after the last group on it.
+                let _ = unsafe { sys::cuModuleUnload(module) };
+            }
+        }
+    }
+}
+
+fn find(modules: &[CUmodule], kernel: Kernel) -> Result<Option<CUfunction>> {
+    let name = CString::new(kernel.name()).map_err(|e| Error::invalid(e.to_string()))?;
+    for module in modules {
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded, the name ends with a NUL.
+        match unsafe { sys::cuModuleGetFunction(&mut function, *module, name.as_ptr()) } {
+            CUresult::CUDA_ERROR_NOT_FOUND => {}
+            code => {
+                check(code, format_args!("cuModuleGetFunction of {}", kernel.name()))?;
+                return Ok(Some(function));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Loads a function now, so that its first launch does not wait for the kernels that run then, and gives
+/// it all the shared memory there is.
+fn prepare(raw: CUfunction, kernel: Kernel, shared: i32) -> Result<Function> {
+    // SAFETY: the function is of a loaded module of the current context.
+    check(unsafe { sys::cuFuncLoad(raw) }, format_args!("cuFuncLoad of {}", kernel.name()))?;
+    let mut fixed = 0;
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    // SAFETY: as above.
+    check(unsafe { sys::cuFuncGetAttribute(&mut fixed, attribute, raw) }, "cuFuncGetAttribute")?;
+    let max = (shared - fixed).max(0);
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: as above.
+    let code = unsafe { sys::cuFuncSetAttribute(raw, attribute, max) };
+    check(code, format_args!("cuFuncSetAttribute of {} to {max} bytes", kernel.name()))?;
+    Ok(Function { raw, max_shared: usize::try_from(max).unwrap_or(0) })
+}
