@@ -131,7 +131,7 @@ mod tests {
         archs.dedup();
         let mut over = Vec::new();
         for arch in archs {
-            for kernel in crate::module::Kernel::ALL.map(crate::module::Kernel::name) {
+            for kernel in crate::module::Kernel::all().map(crate::module::Kernel::name) {
                 let of = |list: &'_ [Use<'_>], arch: &str| {
                     list.iter().position(|entry| entry.kernel == kernel && entry.arch == arch)
                 };

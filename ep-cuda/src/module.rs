@@ -4,33 +4,66 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult};
+use ep_core::config::{Layout, ReduceOrder};
+use ep_core::host::CombineCall;
+use ep_core::tensor::Dtype;
 use ep_core::{Error, Result, Status};
 
 use crate::context::Context;
 use crate::driver::check;
 use crate::images::images_for;
 
-/// A kernel of the library.
+/// A kernel of the library, by its place in [`NAMES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kernel {
-    PlanCount,
-    PlanPlace,
-    Dispatch,
-    Combine,
-}
+pub(crate) struct Kernel(usize);
+
+/// The kernels' names in the images. A combine has one per element type and way of adding.
+const NAMES: [&str; 15] = [
+    "ep_plan_count",
+    "ep_plan_place",
+    "ep_dispatch",
+    "ep_combine_bf16_chain",
+    "ep_combine_bf16_ranks",
+    "ep_combine_bf16_nodes",
+    "ep_combine_bf16_nodes_bf16",
+    "ep_combine_f16_chain",
+    "ep_combine_f16_ranks",
+    "ep_combine_f16_nodes",
+    "ep_combine_f16_nodes_bf16",
+    "ep_combine_f32_chain",
+    "ep_combine_f32_ranks",
+    "ep_combine_f32_nodes",
+    "ep_combine_f32_nodes_bf16",
+];
 
 impl Kernel {
-    pub(crate) const ALL: [Kernel; 4] =
-        [Kernel::PlanCount, Kernel::PlanPlace, Kernel::Dispatch, Kernel::Combine];
+    pub(crate) const PLAN_COUNT: Kernel = Kernel(0);
+    pub(crate) const PLAN_PLACE: Kernel = Kernel(1);
+    pub(crate) const DISPATCH: Kernel = Kernel(2);
 
-    /// Its name in the image.
+    /// The kernel that adds rows as `call` says, of a plan with this layout. Its dtype was checked.
+    pub(crate) fn combine(call: &CombineCall, layout: Layout) -> Kernel {
+        let element = match call.rows.dtype {
+            Dtype::Bf16 => 0,
+            Dtype::F16 => 1,
+            _ => 2,
+        };
+        let how = match (call.order, layout) {
+            (ReduceOrder::TopkSlot, _) | (ReduceOrder::Rank, Layout::Flat) => 0,
+            (ReduceOrder::Rank, Layout::ExpertMajor) => 1,
+            (ReduceOrder::NodeRank, _) => 2 + usize::from(call.wire_bf16),
+        };
+        Kernel(3 + 4 * element + how)
+    }
+
+    /// All of them.
+    pub(crate) fn all() -> impl Iterator<Item = Kernel> {
+        (0..NAMES.len()).map(Kernel)
+    }
+
+    /// Its name in the images.
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            Kernel::PlanCount => "ep_plan_count",
-            Kernel::PlanPlace => "ep_plan_place",
-            Kernel::Dispatch => "ep_dispatch",
-            Kernel::Combine => "ep_combine",
-        }
+        NAMES[self.0]
     }
 }
 
@@ -47,7 +80,7 @@ pub(crate) struct Function {
 pub(crate) struct Kernels {
     context: Arc<Context>,
     modules: Vec<CUmodule>,
-    functions: [Option<Function>; Kernel::ALL.len()],
+    functions: [Option<Function>; NAMES.len()],
 }
 
 // SAFETY: modules and functions belong to their context, and may be used by any thread.
@@ -68,7 +101,7 @@ impl Kernels {
         let images = images_for(major, minor)?;
         let _entered = context.enter()?;
         let mut kernels =
-            Kernels { context: context.clone(), modules: Vec::new(), functions: [None; Kernel::ALL.len()] };
+            Kernels { context: context.clone(), modules: Vec::new(), functions: [None; NAMES.len()] };
         for image in images {
             let mut module = std::ptr::null_mut();
             // SAFETY: a context is current; the image is a whole cubin, aligned.
@@ -76,7 +109,7 @@ impl Kernels {
             check(code, format_args!("cuModuleLoadData of {} for {}", image.source, image.arch))?;
             kernels.modules.push(module);
         }
-        for (kernel, function) in Kernel::ALL.into_iter().zip(&mut kernels.functions) {
+        for (kernel, function) in Kernel::all().zip(&mut kernels.functions) {
             *function =
                 find(&kernels.modules, kernel)?.map(|raw| prepare(raw, kernel, shared)).transpose()?;
         }
@@ -88,7 +121,7 @@ impl Kernels {
     /// # Errors
     /// [`Status::Unsupported`] if the build lacks it.
     pub(crate) fn function(&self, kernel: Kernel) -> Result<Function> {
-        self.functions[kernel as usize].ok_or_else(|| {
+        self.functions[kernel.0].ok_or_else(|| {
             Error::new(Status::Unsupported, format!("this build has no kernel {}", kernel.name()))
         })
     }

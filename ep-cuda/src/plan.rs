@@ -222,7 +222,7 @@ impl DevicePlan for CudaPlan {
             chunk_tokens: chunk_tokens as u32,
             sequence,
         };
-        for kernel in [Kernel::PlanCount, Kernel::PlanPlace] {
+        for kernel in [Kernel::PLAN_COUNT, Kernel::PLAN_PLACE] {
             let shape = launch::plan(kernel, start.num_sms, num_chunks, bins(&self.shape));
             // SAFETY: the context is current, the stream checked, and the tensor's memory vouched for.
             unsafe { self.launch(kernel, shape, &start, &args) }?;
@@ -239,7 +239,7 @@ impl DevicePlan for CudaPlan {
         let args = self.dispatch_args(call, places, start.group);
         let shape = launch::dispatch(start.num_sms);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
-        unsafe { self.launch(Kernel::Dispatch, shape, &start, &args) }?;
+        unsafe { self.launch(Kernel::DISPATCH, shape, &start, &args) }?;
         start.finish()
     }
 
@@ -264,7 +264,7 @@ impl DevicePlan for CudaPlan {
         };
         let shape = launch::combine(start.num_sms);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
-        unsafe { self.launch(Kernel::Combine, shape, &start, &args) }?;
+        unsafe { self.launch(Kernel::combine(call, self.shape.layout), shape, &start, &args) }?;
         start.finish()
     }
 
