@@ -1,7 +1,7 @@
 //! A group as one of its ranks sees it: its own segment, its peers' segments, lanes and windows.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
@@ -49,6 +49,9 @@ pub struct Group {
     /// Calls that hold a lane at this moment.
     calls_in_progress: AtomicUsize,
     closed: AtomicBool,
+    /// This rank's error, where a peer has begun to write one into the record here and did not finish: it
+    /// may have died.
+    own_error: OnceLock<ErrorInfo>,
 }
 
 impl Group {
@@ -95,6 +98,7 @@ impl Group {
             perturb,
             calls_in_progress: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            own_error: OnceLock::new(),
             config,
         }))
     }
@@ -141,7 +145,7 @@ impl Group {
     /// with every peer. Returns what this rank reports.
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
         fault::record(&self.segments[self.rank], info);
-        let first = fault::read(&self.segments[self.rank]).unwrap_or_else(|| info.clone());
+        let first = self.first_error().unwrap_or_else(|| self.own_error.get_or_init(|| info.clone()).clone());
         for segment in &self.segments {
             fault::record(segment, &first);
         }
@@ -155,7 +159,11 @@ impl Group {
 
     /// The error that broke the group, as this rank reports it.
     pub(crate) fn broken(&self) -> Option<Error> {
-        fault::read(&self.segments[self.rank]).map(|info| fault::as_error(&info, self.rank))
+        self.first_error().map(|info| fault::as_error(&info, self.rank))
+    }
+
+    fn first_error(&self) -> Option<ErrorInfo> {
+        self.own_error.get().cloned().or_else(|| fault::read(&self.segments[self.rank]))
     }
 
     /// Refuses a call on a group that is broken or closed.
@@ -167,7 +175,7 @@ impl Group {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(Status::BadHandle, "the group was destroyed"));
         }
-        match fault::read(&self.segments[self.rank]) {
+        match self.first_error() {
             None => Ok(()),
             Some(info) => {
                 let error = fault::as_error(&info, self.rank);
@@ -185,7 +193,7 @@ impl Group {
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
-        fault::read(&self.segments[self.rank])
+        self.first_error()
     }
 
     /// True once `rank` has left the group or its process has ended.

@@ -2,6 +2,8 @@
 
 mod check;
 mod fault;
+#[cfg(test)]
+mod fault_tests;
 mod group;
 mod handover;
 mod join;
