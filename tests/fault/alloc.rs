@@ -1,12 +1,16 @@
-//! An allocator that counts the allocations of a thread that asked for it.
+//! An allocator that counts, for a thread that asks for it or for the whole process.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 thread_local! {
     static COUNTING: Cell<bool> = const { Cell::new(false) };
     static COUNT: Cell<usize> = const { Cell::new(0) };
 }
+
+static COUNTING_ALL: AtomicBool = AtomicBool::new(false);
+static COUNT_ALL: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
 
@@ -14,6 +18,9 @@ struct Counting;
 static ALLOCATOR: Counting = Counting;
 
 fn note() {
+    if COUNTING_ALL.load(Ordering::Relaxed) {
+        COUNT_ALL.fetch_add(1, Ordering::Relaxed);
+    }
     // A thread that ends has lost its cells already; it is not one that counts.
     if COUNTING.try_with(Cell::get).unwrap_or(false) {
         COUNT.with(|count| count.set(count.get() + 1));
@@ -48,6 +55,18 @@ pub(crate) fn count<T>(body: impl FnOnce() -> T) -> (T, usize) {
     let result = body();
     COUNTING.set(false);
     (result, COUNT.get())
+}
+
+/// Begins to count what any thread does.
+pub(crate) fn start_counting_all() {
+    COUNT_ALL.store(0, Ordering::SeqCst);
+    COUNTING_ALL.store(true, Ordering::SeqCst);
+}
+
+/// Ends it, and returns how often any thread allocated or freed.
+pub(crate) fn stop_counting_all() -> usize {
+    COUNTING_ALL.store(false, Ordering::SeqCst);
+    COUNT_ALL.load(Ordering::SeqCst)
 }
 
 #[test]

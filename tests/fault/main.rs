@@ -12,6 +12,7 @@ mod alloc;
 mod process;
 mod rng;
 mod scene;
+mod seccomp;
 mod threads;
 mod work;
 
@@ -20,8 +21,10 @@ mod ending;
 mod killed;
 mod lanes;
 mod many;
+mod memory;
 mod mismatch;
 mod perturbed;
+mod quiet;
 mod residue;
 mod steps;
 mod stopped;
