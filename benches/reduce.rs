@@ -32,7 +32,7 @@ fn sums(criterion: &mut Criterion) {
         let term = |place: &usize| Term {
             row: rows.address().wrapping_add(place * row_bytes),
             weight: 0.125,
-            close: if place % 2 == 0 { Close::Rank } else { Close::Node },
+            close: if place.is_multiple_of(2) { Close::Rank } else { Close::Node },
         };
         let terms: Vec<Term> = places.iter().map(term).collect();
         let mut group = Compared::new(criterion, &format!("reduce {name}"), read);
