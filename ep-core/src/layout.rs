@@ -77,6 +77,11 @@ impl SegmentLayout {
         self.lane(lane) + 4
     }
 
+    /// The word that says whom the owner waits for; the owner writes it, peers read it at a deadline.
+    pub fn waiting(&self, lane: usize) -> usize {
+        self.lane(lane) + 8
+    }
+
     /// The line of words that `peer` writes; add an offset of [`crate::wire::line`].
     pub fn line(&self, lane: usize, peer: usize) -> usize {
         self.lane(lane) + LINE + peer * LINE

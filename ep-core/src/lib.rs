@@ -10,6 +10,7 @@
 //! | [`host`] | the host device: the stages of a call, over shared memory |
 //! | [`engine`] | groups, windows, plans and streams: the Rust API |
 //! | [`reference`](mod@reference) | the oracle of dispatch and combine |
+//! | [`proto`] | the words and their transitions as tables, model-checked |
 //! | [`perturb`] | seeded delays and failures, for tests |
 
 pub mod bootstrap;
@@ -21,6 +22,7 @@ pub mod layout;
 pub mod mem;
 pub mod perturb;
 pub mod plan;
+pub mod proto;
 pub mod reference;
 pub mod tensor;
 pub mod wire;

@@ -22,6 +22,9 @@ pub const OP_DISPATCH: u32 = 2;
 /// `EP_WIRE_OP_COMBINE`.
 pub const OP_COMBINE: u32 = 3;
 
+/// `EP_WIRE_OP_FAILED`: the call failed before it began; equal to nothing.
+pub const OP_FAILED: u32 = 4;
+
 /// `EP_WIRE_FLAG_TOPK_WEIGHTS`: dispatch carries weights.
 pub const FLAG_TOPK_WEIGHTS: u32 = 1;
 /// `EP_WIRE_FLAG_ROW_WEIGHTS`: combine returns weights.

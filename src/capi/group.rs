@@ -98,8 +98,11 @@ pub unsafe extern "C" fn ep_group_destroy(group: *mut EpGroup, timeout_ms: u32) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ep_group_abort(group: *mut EpGroup) -> EpStatus {
     guard("ep_group_abort", || {
-        pin_group(group)?.shared.group.abort();
-        Ok(())
+        let group = &pin_group(group)?.shared.group;
+        contain(group, || {
+            group.abort();
+            Ok(())
+        })
     })
 }
 

@@ -53,6 +53,11 @@ fn panicked(payload: Box<dyn Any + Send>) -> Error {
 mod tests {
     use std::ffi::CStr;
     use std::panic::panic_any;
+    use std::time::{Duration, Instant};
+
+    use ep_core::bootstrap::LocalBootstrap;
+    use ep_core::config::{GroupConfig, PlanConfig};
+    use ep_core::engine::Plan;
 
     use super::*;
 
@@ -85,6 +90,31 @@ mod tests {
             }
         }
         assert_eq!(guard("ep_x", || panic_any(Bomb)), Status::Internal.code());
+    }
+
+    #[test]
+    fn a_panic_on_a_group_breaks_it_and_no_other() {
+        let make = || {
+            let bootstrap = LocalBootstrap::group(1).remove(0);
+            let deadline = Instant::now() + Duration::from_secs(10);
+            Group::create(&GroupConfig::default(), Box::new(bootstrap), deadline).unwrap()
+        };
+        let (group, other) = (make(), make());
+        let status = guard("ep_x", || contain(&group, || panic!("index {} is out", 7)));
+        assert_eq!(status, Status::Internal.code());
+        let info = group.health(&mut [true]).expect("the group is broken");
+        assert_eq!(info.status, Status::Internal);
+        assert!(info.text.contains("index 7 is out"), "{}", info.text);
+        let later = PlanConfig { topk: 1, num_experts: 1, ..PlanConfig::default() };
+        // SAFETY: the plan has memory of its own.
+        let plan = unsafe { Plan::create(&group, &later, None) }.unwrap();
+        assert_eq!(plan.counts(None).unwrap_err().status, Status::Internal);
+        // An error that is not a defect leaves the group alone.
+        let status = guard("ep_x", || contain(&other, || Err::<(), _>(Error::invalid("rows is -1"))));
+        assert_eq!(status, Status::InvalidArgument.code());
+        assert_eq!(other.health(&mut [true]), None);
+        group.close(Duration::from_secs(1)).unwrap();
+        other.close(Duration::from_secs(1)).unwrap();
     }
 
     #[test]

@@ -4,5 +4,8 @@
 mod compile;
 mod header;
 mod layout;
+mod lifetime;
+mod misuse;
 mod parity;
+mod programs;
 mod symbols;

@@ -10,7 +10,7 @@ use bytemuck::{Pod, Zeroable};
 use sha2::{Digest, Sha256};
 
 use super::root::{self, RootHandle, RootOptions};
-use super::{failure, wire};
+use super::wire;
 use crate::error::{Error, Result};
 
 /// The environment variable that names this host to the other ranks.
@@ -69,8 +69,8 @@ impl UniqueId {
     ///
     /// # Errors
     /// [`crate::Status::InvalidArgument`] when `EP_BOOTSTRAP_ADDR` names no address,
-    /// [`crate::Status::Bootstrap`] when it cannot be listened at, and [`crate::Status::System`] when
-    /// the system has no random bytes or threads left.
+    /// and [`crate::Status::System`] when it does not resolve, cannot be listened at, or the system has no
+    /// random bytes or threads left.
     pub fn create() -> Result<UniqueId> {
         UniqueId::create_with(RootOptions::default())
     }
@@ -94,7 +94,7 @@ impl UniqueId {
             return Err(in_variable(&Error::invalid(text)));
         }
         let listener = bind(address, false)
-            .map_err(|error| failure(format!("the root could not listen at {address}: {error}")))?;
+            .map_err(|error| Error::system("bind of the root's address", format!("{address}: {error}")))?;
         let port = listener.local_addr().map_err(|error| Error::system("getsockname", error))?.port();
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| Error::system("getrandom", error))?;
@@ -113,11 +113,11 @@ impl UniqueId {
     /// A host name is resolved here, and then rank 0 listens at all addresses of its host.
     ///
     /// # Errors
-    /// [`crate::Status::InvalidArgument`] when `address` is not `host:port`, or the name does not
-    /// resolve.
+    /// [`crate::Status::InvalidArgument`] when `address` is not `host:port`, and
+    /// [`crate::Status::System`] when the name does not resolve.
     pub fn from_address(address: &str, secret: &str) -> Result<UniqueId> {
         let resolved = resolve(address, None)?;
-        if resolved.address.ip().is_unspecified() || resolved.address.port() == 0 {
+        if resolved.address.ip().is_unspecified() {
             let text = format!("\"{address}\" must name a host and a port that all ranks can reach");
             return Err(Error::invalid(text));
         }
@@ -235,15 +235,15 @@ fn resolve(text: &str, default_port: Option<u16>) -> Result<Resolved> {
         Some(digits) => digits.parse().map_err(|_| malformed())?,
         None => default_port.ok_or_else(malformed)?,
     };
-    if host.is_empty() {
+    if host.is_empty() || (port == 0 && default_port.is_none()) {
         return Err(malformed());
     }
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(Resolved { address: SocketAddr::from((ip, port)), is_name: false });
     }
-    let found = (host, port)
-        .to_socket_addrs()
-        .map_err(|error| Error::invalid(format!("the host \"{host}\" does not resolve: {error}")))?;
+    let found = (host, port).to_socket_addrs().map_err(|error| {
+        Error::system("getaddrinfo", format!("the host \"{host}\" does not resolve: {error}"))
+    })?;
     let address = found
         .min_by_key(SocketAddr::is_ipv6)
         .ok_or_else(|| Error::invalid(format!("the host \"{host}\" has no address")))?;

@@ -49,6 +49,14 @@ fn expect_contiguous(tensor: &Tensor, name: &str) -> Result<()> {
 const PLAN_TOKENS: &str = "the tokens of the plan's last update";
 const CAPACITY: &str = "the rows of the payload outputs";
 
+/// Payloads in error texts; written out, since a dispatch allocates nothing.
+const PAYLOAD_NAMES: [(&str, &str); MAX_PAYLOADS] = [
+    ("inputs.payloads[0]", "outputs.payloads[0]"),
+    ("inputs.payloads[1]", "outputs.payloads[1]"),
+    ("inputs.payloads[2]", "outputs.payloads[2]"),
+    ("inputs.payloads[3]", "outputs.payloads[3]"),
+];
+
 /// Checks a dispatch. `tokens` is None while the plan's update is queued; the call checks them when it runs.
 ///
 /// # Errors
@@ -72,15 +80,15 @@ pub(super) fn dispatch(
     let (mut from, mut to) = ([None; MAX_PAYLOADS], [None; MAX_PAYLOADS]);
     let mut capacity = 0;
     for i in 0..count {
-        let (name_in, name_out) = (format!("inputs.payloads[{i}]"), format!("outputs.payloads[{i}]"));
-        let input = inputs.payloads[i].check(&name_in)?;
-        let output = outputs.payloads[i].check(&name_out)?;
-        expect_rows(&input, &name_in, rows)?;
+        let (name_in, name_out) = PAYLOAD_NAMES[i];
+        let input = inputs.payloads[i].check(name_in)?;
+        let output = outputs.payloads[i].check(name_out)?;
+        expect_rows(&input, name_in, rows)?;
         if i == 0 {
             capacity = output.rows;
         }
         let same_rows = Some((capacity, "those of outputs.payloads[0]"));
-        expect(&output, &name_out, input.dtype, input.cols, same_rows)?;
+        expect(&output, name_out, input.dtype, input.cols, same_rows)?;
         (from[i], to[i]) = (Some(input), Some(output));
     }
     let topk_weights = optional(&inputs.topk_weights, "inputs.topk_weights")?;
@@ -157,19 +165,48 @@ fn dispatch_origins(shape: &PlanShape, call: &DispatchCall) -> Result<()> {
     Ok(())
 }
 
-/// One output or input as a range of addresses.
+/// One output or input as a range of addresses: rows of `width` bytes, `pitch` bytes apart; pitch 0 if its
+/// elements are spread over the whole range.
 struct Extent {
     name: &'static str,
     start: usize,
     end: usize,
+    pitch: usize,
+    width: usize,
+}
+
+impl Extent {
+    /// True if no byte belongs to both. Tensors side by side in records of one size may interleave.
+    fn is_apart_from(&self, other: &Extent) -> bool {
+        if self.start >= other.end || other.start >= self.end {
+            return true;
+        }
+        if self.pitch == 0 || self.pitch != other.pitch {
+            return false;
+        }
+        let (first, second) = if self.start <= other.start { (self, other) } else { (other, self) };
+        let offset = (second.start - first.start) % self.pitch;
+        offset >= first.width && offset + second.width <= self.pitch
+    }
 }
 
 fn extent(name: &'static str, address: usize, bytes: usize) -> Option<Extent> {
-    (address != 0 && bytes != 0).then_some(Extent { name, start: address, end: address + bytes })
+    (address != 0 && bytes != 0).then_some(Extent {
+        name,
+        start: address,
+        end: address + bytes,
+        pitch: 0,
+        width: 0,
+    })
 }
 
 fn of_tensor(name: &'static str, tensor: &Option<Tensor>) -> Option<Extent> {
-    tensor.as_ref().and_then(|tensor| extent(name, tensor.data.addr(), tensor.span_bytes()))
+    let tensor = tensor.as_ref()?;
+    let mut extent = extent(name, tensor.data.addr(), tensor.span_bytes())?;
+    if tensor.rows_contiguous() {
+        (extent.pitch, extent.width) = (tensor.row_pitch(), tensor.row_bytes());
+    }
+    Some(extent)
 }
 
 /// Refuses outputs that overlap each other or an input.
@@ -178,7 +215,7 @@ fn apart(outputs: &[Option<Extent>], inputs: &[Option<Extent>]) -> Result<()> {
         let Some(output) = output else { continue };
         let others = outputs[i + 1..].iter().chain(inputs).flatten();
         for other in others {
-            if output.start < other.end && other.start < output.end {
+            if !output.is_apart_from(other) {
                 return Err(Error::invalid(format!(
                     "{} and {} overlap in memory; give each its own",
                     output.name, other.name

@@ -1,6 +1,7 @@
 //! The error record of a group: the first error wins, and every reachable rank learns it.
 
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 
@@ -33,20 +34,26 @@ pub(super) fn record(segment: &Words, info: &ErrorInfo) {
     let address = segment.at(layout::ERROR + 4, size_of::<ErrorBody>());
     // SAFETY: the claim above makes this rank the record's only writer, and readers wait for STATE_SET.
     unsafe { address.cast::<ErrorBody>().write_unaligned(body) };
-    // Release: pairs with the acquire in `is_set`; publishes the record.
+    // Release: pairs with the acquire in `read`; publishes the record.
     state.store(STATE_SET, Ordering::Release);
 }
 
-/// True once a record can be read.
-pub(super) fn is_set(segment: &Words) -> bool {
-    // Acquire: pairs with the release in `record`; makes the record visible.
-    segment.u32(layout::ERROR).load(Ordering::Acquire) == STATE_SET
-}
+/// How long a reader waits for a record that is being written: its writer may have died in between.
+const WRITER_PATIENCE: Duration = Duration::from_millis(20);
 
-/// The record, if there is one.
+/// The record, if there is one. A rank whose record is only claimed is broken all the same.
 pub(super) fn read(segment: &Words) -> Option<ErrorInfo> {
-    if !is_set(segment) {
+    // Acquire: pairs with the release in `record`; makes the record visible.
+    let state = || segment.u32(layout::ERROR).load(Ordering::Acquire);
+    if state() == STATE_NONE {
         return None;
+    }
+    let claimed = Instant::now();
+    while state() != STATE_SET {
+        if claimed.elapsed() > WRITER_PATIENCE {
+            return Some(unfinished());
+        }
+        std::thread::yield_now();
     }
     let address = segment.at(layout::ERROR + 4, size_of::<ErrorBody>());
     // SAFETY: STATE_SET was seen with acquire, and a set record is never written again.
@@ -71,6 +78,18 @@ pub(super) fn as_error(info: &ErrorInfo, own_rank: usize) -> Error {
         format!("rank {} reported: {}", info.rank, info.text)
     };
     Error::new(info.status, text)
+}
+
+/// What is known of an error whose writer stopped before it had written what it was.
+fn unfinished() -> ErrorInfo {
+    ErrorInfo {
+        status: Status::Aborted,
+        rank: 0,
+        peer: None,
+        lane: None,
+        epoch: 0,
+        text: String::from("a rank broke the group and stopped before it could say why"),
+    }
 }
 
 fn truncated(text: &str, bytes: usize) -> &str {

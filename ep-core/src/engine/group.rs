@@ -137,10 +137,12 @@ impl Group {
         ErrorInfo { status, rank: self.rank, peer, lane, epoch, text }
     }
 
-    /// Breaks the group: records the error here first, so that a root cause received earlier stays, then
-    /// with every peer. Returns what this rank reports.
+    /// Breaks the group: records the error here first, then with every peer. A root cause that a peer has
+    /// already recorded goes before this rank's own, which may be its consequence. Returns what this rank
+    /// reports.
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
-        fault::record(&self.segments[self.rank], info);
+        let known = self.segments.iter().find_map(fault::read);
+        fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
         let first = fault::read(&self.segments[self.rank]).unwrap_or_else(|| info.clone());
         for segment in &self.segments {
             fault::record(segment, &first);
@@ -199,8 +201,8 @@ impl Group {
         Doorbell::new(&self.segments[rank], self.layout.doorbell(lane), self.layout.sleeping(lane))
     }
 
-    pub(super) fn link(&self, rank: usize) -> Option<&Link> {
-        self.links[rank].as_ref()
+    pub(super) fn links(&self) -> &[Option<Link>] {
+        &self.links
     }
 
     /// Sizes and choices.

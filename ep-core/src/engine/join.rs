@@ -1,5 +1,6 @@
 //! Making a group: the ranks compare their configs, map each other's segments and learn who shares a node.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -7,6 +8,7 @@ use std::time::Instant;
 use bytemuck::{Pod, Zeroable};
 
 use super::group::ALIVE;
+use super::handover::hand_over;
 use super::link::{Link, Listener};
 use crate::bootstrap::Bootstrap;
 use crate::config::{DEFAULT_TIMEOUT, GroupConfig, MAX_LANES, MAX_RANKS};
@@ -61,10 +63,7 @@ pub(super) fn join(config: &GroupConfig, bootstrap: &mut dyn Bootstrap, deadline
     }
     let config = with_defaults(config, num_ranks)?;
     let layout = SegmentLayout::new(&config, num_ranks);
-    let mut mapping = Mapping::create(layout.bytes())?;
-    let fd = mapping.fd().map(|fd| fd.try_clone_to_owned()).transpose();
-    let fd = fd.map_err(|e| Error::system("dup", e))?;
-    mapping.seal();
+    let (mapping, fd) = Mapping::create(layout.bytes())?;
     let own = Arc::new(mapping);
     let segment = publish(&own)?;
     let mut socket = SegmentId::default();
@@ -85,15 +84,33 @@ pub(super) fn join(config: &GroupConfig, bootstrap: &mut dyn Bootstrap, deadline
     compare(&hellos)?;
 
     let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline);
-    let answer = mapped.as_ref().err().map_or(READY.to_vec(), |error| error.message.clone().into_bytes());
+    let answer = mapped.as_ref().err().map_or(READY.to_vec(), refusal);
     let answers = bootstrap.all_gather(&answer, deadline)?;
-    let (segments, links) = mapped?;
-    if let Some(refused) = answers.iter().position(|answer| answer != READY) {
-        let text = String::from_utf8_lossy(&answers[refused]).into_owned();
+    if let Some(refused) = root_cause(&answers).filter(|&refused| refused != rank) {
+        let text = String::from_utf8_lossy(&answers[refused][1..]).into_owned();
         return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));
     }
+    let (segments, links) = mapped?;
     let node_of = number_nodes(&hellos);
     Ok(Joined { config, segments, links, node_of, ranks_here: num_ranks })
+}
+
+/// What a rank that failed answers: how far its error is from the cause, and the text.
+fn refusal(error: &Error) -> Vec<u8> {
+    let distance = match error.status {
+        // Its peer is not there, which the peer may know a reason for.
+        Status::Unsupported => 1,
+        // Its peer gave up.
+        Status::Bootstrap | Status::PeerLost => 2,
+        _ => 0,
+    };
+    [&[distance], error.message.as_bytes()].concat()
+}
+
+/// The rank whose failure made others fail, the same on every rank.
+fn root_cause(answers: &[Vec<u8>]) -> Option<usize> {
+    let refused = answers.iter().enumerate().filter(|(_, answer)| *answer != READY);
+    refused.min_by_key(|(_, answer)| answer[0]).map(|(rank, _)| rank)
 }
 
 fn with_defaults(config: &GroupConfig, num_ranks: usize) -> Result<GroupConfig> {
@@ -207,7 +224,7 @@ fn compare(hellos: &[Hello]) -> Result<()> {
 fn map_peers(
     rank: usize,
     own: Words,
-    own_fd: Option<std::os::fd::OwnedFd>,
+    own_fd: OwnedFd,
     listener: Listener,
     hellos: &[Hello],
     bytes: usize,
@@ -222,26 +239,23 @@ fn map_peers(
     for (peer, link) in listener.connect(rank, &elsewhere, deadline)? {
         links[peer] = Some(link);
     }
-    for (peer, link) in links.iter().enumerate() {
-        if let (Some(link), Some(fd)) = (link, &own_fd) {
-            link.send_fd(peer, SEGMENT_TAG, std::os::fd::AsFd::as_fd(fd))?;
-        }
-    }
-    let mut segments = Vec::with_capacity(hellos.len());
-    for (peer, here) in here.into_iter().enumerate() {
-        segments.push(match (here, &links[peer]) {
-            _ if peer == rank => own.clone(),
-            (Some(mapping), _) => Words::new(mapping),
-            (None, Some(link)) => {
-                let fd = link.receive_fd(peer, SEGMENT_TAG, deadline)?;
-                Words::new(Arc::new(Mapping::attach(fd, bytes)?))
-            }
-            (None, None) => {
-                return Err(Error::new(Status::Bootstrap, format!("rank {peer} did not connect")));
-            }
-        });
-    }
-    Ok((segments, links))
+    let mut segments: Vec<Option<Words>> = here.into_iter().map(|mapping| mapping.map(Words::new)).collect();
+    segments[rank] = Some(own);
+    hand_over(
+        &links,
+        SEGMENT_TAG,
+        Some(own_fd.as_fd()),
+        |_| true,
+        deadline,
+        |peer, fd| {
+            segments[peer] = Some(Words::new(Arc::new(Mapping::attach(fd, bytes)?)));
+            Ok(())
+        },
+    )?;
+    let absent = |peer| Error::new(Status::Bootstrap, format!("rank {peer} did not connect"));
+    let segments =
+        segments.into_iter().enumerate().map(|(peer, segment)| segment.ok_or_else(|| absent(peer)));
+    Ok((segments.collect::<Result<Vec<Words>>>()?, links))
 }
 
 /// Tag of a descriptor that is a segment; windows use their number.

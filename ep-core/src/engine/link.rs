@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -63,7 +64,7 @@ impl Listener {
     /// Connects to `peers` (rank, secret) and accepts their connections. Returns links by rank.
     ///
     /// # Errors
-    /// [`Status::Bootstrap`] naming the first peer that is missing at the deadline,
+    /// [`Status::Bootstrap`] naming the first peer that gave up, or is missing at the deadline,
     /// [`Status::Unsupported`] if a peer's address does not exist here: it is on another machine.
     pub(super) fn connect(
         self,
@@ -77,7 +78,7 @@ impl Listener {
         }
         let mut answering: Vec<Option<OwnedFd>> = peers.iter().map(|_| None).collect();
         while let Some(missing) = answering.iter().position(Option::is_none) {
-            wait_readable(self.socket.as_fd(), deadline, peers[missing].0)?;
+            self.wait_connection(asking[missing].as_fd(), deadline, peers[missing].0)?;
             if let Some((rank, socket)) = self.accept(deadline)?
                 && let Some(index) = peers.iter().position(|peer| peer.0 == rank)
             {
@@ -90,6 +91,21 @@ impl Listener {
             .zip(pairs)
             .map(|(peer, (asking, answering))| (peer.0, Link { asking, answering }))
             .collect())
+    }
+
+    /// Waits for a connection. `asking` goes to a peer that has not connected yet: it is closed when that
+    /// peer closes its own listener without having accepted, which means that it failed.
+    fn wait_connection(&self, asking: BorrowedFd<'_>, deadline: Instant, peer: usize) -> Result<()> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(asking, PollFlags::RDHUP),
+        ];
+        poll_until(&mut fds, deadline, peer)?;
+        if fds[0].revents().is_empty() {
+            let text = format!("rank {peer} gave up before it connected to this rank's memory");
+            return Err(Error::new(Status::Bootstrap, text));
+        }
+        Ok(())
     }
 
     fn ask(&self, own_rank: usize, peer: usize, secret: &SegmentId) -> Result<OwnedFd> {
@@ -114,8 +130,11 @@ impl Listener {
     /// One connection, if it is a peer's: strangers are dropped.
     fn accept(&self, deadline: Instant) -> Result<Option<(usize, OwnedFd)>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let Ok(socket) = rustix::net::accept_with(&self.socket, flags) else {
-            return Ok(None);
+        let socket = match rustix::net::accept_with(&self.socket, flags) {
+            Ok(socket) => socket,
+            // The connection is gone again, or a signal came.
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => return Ok(None),
+            Err(e) => return Err(Error::system("accept(AF_UNIX)", e)),
         };
         let same_user = rustix::net::sockopt::socket_peercred(&socket)
             .is_ok_and(|peer| peer.uid == rustix::process::geteuid());
@@ -136,49 +155,75 @@ impl Listener {
 }
 
 impl Link {
-    /// Sends a descriptor to the peer together with a number that says what it is.
+    /// Where descriptors come from.
+    pub(super) fn asking(&self) -> BorrowedFd<'_> {
+        self.asking.as_fd()
+    }
+
+    /// Sends a descriptor to the peer together with a number that says what it is. False: not now.
     ///
     /// # Errors
     /// [`Status::PeerLost`] if the peer is gone.
-    pub(super) fn send_fd(&self, peer: usize, tag: u64, fd: BorrowedFd<'_>) -> Result<()> {
+    pub(super) fn give(&self, peer: usize, tag: u64, fd: BorrowedFd<'_>) -> Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let fds = [fd];
         control.push(SendAncillaryMessage::ScmRights(&fds));
-        rustix::net::sendmsg(
-            &self.answering,
-            &[IoSlice::new(&tag.to_le_bytes())],
-            &mut control,
-            SendFlags::NOSIGNAL,
-        )
-        .map_err(|e| lost(peer, &e))?;
-        Ok(())
+        let tag = tag.to_le_bytes();
+        let slices = [IoSlice::new(&tag)];
+        match rustix::net::sendmsg(&self.answering, &slices, &mut control, SendFlags::NOSIGNAL) {
+            Ok(_) => Ok(true),
+            // The socket's buffer is full, or too many descriptors of this user are under way.
+            Err(Errno::AGAIN | Errno::TOOMANYREFS | Errno::INTR | Errno::NOBUFS) => Ok(false),
+            Err(e) => Err(lost(peer, &e)),
+        }
     }
 
-    /// Receives the descriptor that the peer sent with `tag`.
+    /// Takes the descriptor that the peer sent with `tag`. None: not yet.
     ///
     /// # Errors
-    /// [`Status::Bootstrap`] at the deadline, [`Status::PeerLost`] if the peer is gone.
-    pub(super) fn receive_fd(&self, peer: usize, tag: u64, deadline: Instant) -> Result<OwnedFd> {
-        wait_readable(self.asking.as_fd(), deadline, peer)?;
+    /// [`Status::PeerLost`] if the peer is gone, [`Status::System`] if there is no room for a descriptor.
+    pub(super) fn take(&self, peer: usize, tag: u64) -> Result<Option<OwnedFd>> {
+        while let Some((found, fd)) = self.take_any(peer)? {
+            match fd {
+                // Of an allocation that failed before this rank had taken all descriptors.
+                _ if found < tag => {}
+                Some(fd) if found == tag => return Ok(Some(fd)),
+                Some(_) => {
+                    return Err(Error::new(
+                        Status::PeerLost,
+                        format!("rank {peer} is {} allocations of windows ahead of this rank", found - tag),
+                    ));
+                }
+                None => {
+                    let call = format!("taking the memory of rank {peer}");
+                    return Err(Error::system(&call, "this process has no descriptor left"));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The next descriptor and its tag; the system drops a descriptor for which the process has no room.
+    fn take_any(&self, peer: usize) -> Result<Option<(u64, Option<OwnedFd>)>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut bytes = [0u8; 8];
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        let message =
-            rustix::net::recvmsg(&self.asking, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)
-                .map_err(|e| lost(peer, &e))?;
+        let mut tag = [0u8; 8];
+        let mut slices = [IoSliceMut::new(&mut tag)];
+        let received = rustix::net::recvmsg(&self.asking, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC);
+        let bytes = match received {
+            Ok(message) => message.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            Err(e) => return Err(lost(peer, &e)),
+        };
+        if bytes != size_of::<u64>() {
+            return Err(lost(peer, &Errno::CONNRESET));
+        }
         let fd = control.drain().find_map(|message| match message {
             RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
             _ => None,
         });
-        match fd {
-            Some(fd) if message.bytes == 8 && u64::from_le_bytes(bytes) == tag => Ok(fd),
-            _ => Err(Error::new(
-                Status::PeerLost,
-                format!("rank {peer} left, or sent something else, while its memory was being mapped"),
-            )),
-        }
+        Ok(Some((u64::from_le_bytes(tag), fd)))
     }
 
     /// True once the peer's process has closed its side: it left or died.
@@ -190,17 +235,21 @@ impl Link {
     }
 }
 
-fn lost(peer: usize, source: &rustix::io::Errno) -> Error {
+fn lost(peer: usize, source: &Errno) -> Error {
     Error::new(Status::PeerLost, format!("rank {peer} left while its memory was being mapped ({source})"))
 }
 
 fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant, peer: usize) -> Result<()> {
+    poll_until(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], deadline, peer)
+}
+
+/// Waits until one of `fds` has what it was asked for.
+fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant, peer: usize) -> Result<()> {
     loop {
         let time = deadline.saturating_duration_since(Instant::now());
         let timeout =
             rustix::time::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
-        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
+        match poll(fds, Some(&timeout)) {
             Ok(0) => {
                 return Err(Error::new(
                     Status::Bootstrap,
@@ -208,7 +257,7 @@ fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant, peer: usize) -> Result<(
                 ));
             }
             Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             Err(e) => return Err(Error::system("poll", e)),
         }
     }

@@ -3,6 +3,7 @@
 mod check;
 mod fault;
 mod group;
+mod handover;
 mod join;
 mod lane;
 mod link;

@@ -278,6 +278,13 @@ impl PlanCore {
         host::combine(&self.group, &mut lane, &self.shape, &state, &updated, call)
     }
 
+    /// Lets a queued call fail without its lane falling out of step with the peers'.
+    pub(super) fn refuse(&self, deadline: Instant) -> Result<()> {
+        let _in_progress = self.group.enter();
+        let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
+        host::refuse(&self.group, &mut lane, self.shape.lane, deadline)
+    }
+
     /// What the last update left; read inside the lane.
     fn updated(&self) -> Result<Updated> {
         // Relaxed: the lane's lock ordered the update before this call.
@@ -285,11 +292,10 @@ impl PlanCore {
         if epoch == 0 {
             return Err(never_updated());
         }
-        Ok(Updated {
-            epoch,
-            num_tokens: self.num_tokens.load(Ordering::Relaxed) as usize,
-            num_rows: self.num_rows.load(Ordering::Relaxed),
-        })
+        // Relaxed: as above, for both.
+        let num_tokens = self.num_tokens.load(Ordering::Relaxed) as usize;
+        let num_rows = self.num_rows.load(Ordering::Relaxed);
+        Ok(Updated { epoch, num_tokens, num_rows })
     }
 
     /// A queued update is done.

@@ -20,6 +20,16 @@ pub(super) enum Job {
     Combine(Arc<PlanCore>, CombineCall),
 }
 
+impl Job {
+    fn parts(&self) -> (&PlanCore, Instant) {
+        match self {
+            Job::Update(core, call) => (core, call.deadline),
+            Job::Dispatch(core, call) => (core, call.deadline),
+            Job::Combine(core, call) => (core, call.deadline),
+        }
+    }
+}
+
 /// How far a stream is.
 #[derive(Default)]
 struct Progress {
@@ -119,30 +129,26 @@ fn run(jobs: &Receiver<Job>, progress: &(Mutex<Progress>, Condvar)) {
     }
 }
 
-/// A call behind a failed one is not run; its group's peers would wait for it in vain, so they are told.
+/// A call behind a failed one is not run; its peers are told in its place.
 fn finish_skipped(job: &Job, error: Error) {
-    let (Job::Update(core, _) | Job::Dispatch(core, _) | Job::Combine(core, _)) = job;
-    if !error.status.breaks_group() && error.status != Status::Mismatch {
-        let info = core.group.error_info(
-            Status::Aborted,
-            None,
-            Some(core.shape.lane),
-            0,
-            format!(
-                "a stream of rank {} skipped a call because an earlier one failed: {error}",
-                core.group.rank
-            ),
-        );
-        core.group.fail(&info);
-    }
-    if matches!(job, Job::Update(..)) {
+    refuse(job, &error);
+    if let Job::Update(core, _) = job {
         core.finish_queued(&Err(error));
+    }
+}
+
+/// Takes the place of a call that failed before it took part in its lane. What fails here broke the group,
+/// which says so itself.
+fn refuse(job: &Job, error: &Error) {
+    let (core, deadline) = job.parts();
+    if !error.status.breaks_group() && core.group.check_usable().is_ok() {
+        let _ = core.refuse(deadline);
     }
 }
 
 /// Runs a call; a panic becomes an error and poisons the group.
 fn run_guarded(job: &Job) -> Result<()> {
-    let (Job::Update(core, _) | Job::Dispatch(core, _) | Job::Combine(core, _)) = job;
+    let (core, _) = job.parts();
     let call = || {
         core.group.check_usable()?;
         // SAFETY: whoever queued the call vouches for its memory until it is done.
@@ -160,6 +166,12 @@ fn run_guarded(job: &Job) -> Result<()> {
         core.group.poison(&text);
         Err(Error::new(Status::Internal, text))
     });
+    // A caller's mistake is found before the call takes part: only then has it no epoch yet.
+    if let Err(error) = &result
+        && error.status.code() < Status::Mismatch.code()
+    {
+        refuse(job, error);
+    }
     if matches!(job, Job::Update(..)) {
         core.finish_queued(&result);
     }

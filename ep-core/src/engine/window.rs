@@ -1,10 +1,12 @@
 //! Memory that peers write and read directly.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
+use super::handover::hand_over;
 use crate::config::MAX_WINDOWS;
 use crate::error::{Error, Result, Status};
 use crate::mem::{Mapping, SegmentId, find, publish};
@@ -53,11 +55,10 @@ impl Window {
             Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
         };
         let hellos = bootstrap.all_gather(&hello, deadline)?;
+        // All ranks see the same hellos, so either all stop here or none does: the ranks stay in step.
         let (own, _) = own?;
-        let parts = match parse(&hellos) {
-            Ok(peers) => map_parts(group, id, own, &peers, deadline),
-            Err(error) => Err(error),
-        };
+        let peers = parse(&hellos)?;
+        let parts = map_parts(group, id, own, &peers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
         let answers = bootstrap.all_gather(&answer, deadline)?;
         let parts = parts?;
@@ -96,7 +97,9 @@ impl Drop for Window {
     }
 }
 
-fn make_part(group: &Group, bytes: usize) -> Result<(Option<Arc<Mapping>>, SegmentId)> {
+type OwnPart = Option<(Arc<Mapping>, OwnedFd)>;
+
+fn make_part(group: &Group, bytes: usize) -> Result<(OwnPart, SegmentId)> {
     if group.windows.load().len() >= MAX_WINDOWS {
         return Err(Error::new(
             Status::Capacity,
@@ -106,10 +109,27 @@ fn make_part(group: &Group, bytes: usize) -> Result<(Option<Arc<Mapping>>, Segme
     if bytes == 0 {
         return Ok((None, SegmentId::default()));
     }
-    let part = Arc::new(Mapping::create(bytes)?);
+    // A memfd promises any size; the process that then touches more than there is gets killed.
+    let available = memory_of_machine();
+    if bytes as u64 > available {
+        return Err(Error::new(
+            Status::OutOfMemory,
+            format!("a window of {bytes} bytes is more than the {available} bytes of this machine's memory"),
+        ));
+    }
+    let (part, fd) = Mapping::create(bytes)?;
     part.populate();
+    let part = Arc::new(part);
     let segment = publish(&part)?;
-    Ok((Some(part), segment))
+    Ok((Some((part, fd)), segment))
+}
+
+/// Bytes of memory and swap, used or not.
+fn memory_of_machine() -> u64 {
+    let info = rustix::system::sysinfo();
+    // The types of the fields differ between targets.
+    #[allow(clippy::unnecessary_cast)]
+    (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(info.mem_unit.into())
 }
 
 /// First byte of a rank's answer: its size and segment follow, or why it has none.
@@ -140,34 +160,27 @@ fn parse(hellos: &[Vec<u8>]) -> Result<Vec<(usize, SegmentId)>> {
 fn map_parts(
     group: &Group,
     id: u32,
-    own: Option<Arc<Mapping>>,
+    own: OwnPart,
     peers: &[(usize, SegmentId)],
     deadline: Instant,
 ) -> Result<Vec<Option<Arc<Mapping>>>> {
-    if let Some(fd) = own.as_ref().and_then(|own| own.fd()) {
-        for peer in 0..group.num_ranks {
-            if let Some(link) = group.link(peer) {
-                link.send_fd(peer, id.into(), fd)?;
-            }
+    let (own, fd) = own.unzip();
+    let mut parts: Vec<Option<Arc<Mapping>>> = vec![None; peers.len()];
+    parts[group.rank] = own;
+    let has_part = |peer: usize| peers[peer].0 != 0;
+    hand_over(group.links(), id.into(), fd.as_ref().map(OwnedFd::as_fd), has_part, deadline, |peer, fd| {
+        let part = Mapping::attach(fd, peers[peer].0)?;
+        part.populate();
+        parts[peer] = Some(Arc::new(part));
+        Ok(())
+    })?;
+    for peer in (0..peers.len()).filter(|&peer| has_part(peer)) {
+        if parts[peer].is_none() {
+            let text = || format!("rank {peer} left while its window was being mapped");
+            parts[peer] = Some(find(&peers[peer].1).ok_or_else(|| Error::new(Status::PeerLost, text()))?);
         }
     }
-    let part = |(peer, (bytes, segment)): (usize, &(usize, SegmentId))| {
-        if peer == group.rank {
-            return Ok(own.clone());
-        }
-        match group.link(peer) {
-            _ if *bytes == 0 => Ok(None),
-            None => find(segment).map(Some).ok_or_else(|| {
-                Error::new(Status::PeerLost, format!("rank {peer} left while its window was being mapped"))
-            }),
-            Some(link) => {
-                let mapping = Mapping::attach(link.receive_fd(peer, id.into(), deadline)?, *bytes)?;
-                mapping.populate();
-                Ok(Some(Arc::new(mapping)))
-            }
-        }
-    };
-    peers.iter().enumerate().map(part).collect()
+    Ok(parts)
 }
 
 /// The windows of a group as one call sees them.

@@ -120,6 +120,7 @@ pub(crate) fn combine(
             break;
         }
         if progress {
+            exchange.check_deadline("its tokens")?;
             exchange.progressed();
         } else {
             exchange.wait(bell, |exchange| owner.missing(exchange))?;
@@ -233,7 +234,6 @@ impl<'a> Owner<'a> {
 
     /// Adds tokens until rows are missing, or it is the server's turn.
     fn fetch(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        exchange.check_deadline("its own tokens")?;
         if exchange.mismatched() {
             return self.say_done(exchange);
         }
@@ -291,6 +291,7 @@ impl<'a> Owner<'a> {
             }
             for wanted in &self.wanted[..self.num_wanted] {
                 self.peers[wanted.rank].rows_of_token += 1;
+                self.peers[wanted.rank].rows_read += 1;
             }
             self.clear_weights();
             self.opened = true;
@@ -435,9 +436,12 @@ impl<'a> Owner<'a> {
         if unknown.count > 0 {
             return unknown;
         }
-        let ringed = |rank: usize| self.peers[rank].rows.is_none() && !self.peers[rank].arrived;
-        let pieces = Missing::among(num_ranks, "rows through the ring", ringed);
-        if pieces.count > 0 && self.token < self.combine.num_tokens {
+        let absent = |rank: usize| {
+            let peer = &self.peers[rank];
+            self.opened && peer.rows_of_token > 0 && peer.rows.is_none() && peer.piece.is_none()
+        };
+        let pieces = Missing::among(num_ranks, "rows through the ring", absent);
+        if pieces.count > 0 {
             return pieces;
         }
         Missing::among(num_ranks, "the end of its reading", |rank| {
@@ -461,18 +465,10 @@ impl<'a> Owner<'a> {
 
     fn count_stats(&self) {
         let row_bytes = self.combine.call.rows.row_bytes() as u64;
-        for (rank, counters) in self.combine.group.lanes[self.combine.shape.lane].counters.iter().enumerate()
-        {
-            let rows = match self.combine.shape.layout {
-                Layout::Flat => self.combine.state.tokens_to(rank).len() as u64,
-                Layout::ExpertMajor => {
-                    let first = self.combine.shape.experts.first(rank) as usize;
-                    let local = self.combine.shape.experts.num_local(rank);
-                    let counts = &self.combine.state.expert_count[first..first + local];
-                    counts.iter().map(|&rows| u64::from(rows)).sum()
-                }
-            };
-            counters.add(&PeerStats { calls: 1, bytes_combined: rows * row_bytes, ..PeerStats::default() });
+        let counters = &self.combine.group.lanes[self.combine.shape.lane].counters;
+        for (peer, counters) in self.peers.iter().zip(counters) {
+            let bytes_combined = peer.rows_read * row_bytes;
+            counters.add(&PeerStats { calls: 1, bytes_combined, ..PeerStats::default() });
         }
     }
 }

@@ -66,6 +66,7 @@ pub(crate) fn dispatch(
             break;
         }
         if progress {
+            exchange.check_deadline("its rows")?;
             exchange.progressed();
         } else {
             exchange.wait(bell, |_| missing(sender.peers(), receiver.peers()))?;
@@ -137,11 +138,17 @@ fn give_credit(exchange: &Exchange<'_>, dispatch: &Dispatch<'_>, body: &DescBody
 fn count_stats(dispatch: &Dispatch<'_>, lane: &LaneState) {
     let row_bytes: usize = dispatch.call.inputs.iter().flatten().map(Tensor::row_bytes).sum();
     let words = dispatch.shape.column_words();
-    let per_source = |source: usize| match dispatch.shape.layout {
-        Layout::Flat => u64::from(dispatch.state.column[source * words]),
-        Layout::ExpertMajor => {
-            let column = &dispatch.state.column[source * words..(source + 1) * words];
-            column[1..].iter().map(|&rows| u64::from(rows)).sum()
+    let capacity = dispatch.call.capacity as u64;
+    // Rows from `base` on, as far as they fit.
+    let fit = |base: u32, rows: u32| u64::from(rows).min(capacity.saturating_sub(base.into()));
+    let per_source = |source: usize| {
+        let base = &dispatch.state.base[source * words..(source + 1) * words];
+        let column = &dispatch.state.column[source * words..(source + 1) * words];
+        match dispatch.shape.layout {
+            Layout::Flat => fit(base[0], column[0]),
+            Layout::ExpertMajor => {
+                base[1..].iter().zip(&column[1..]).map(|(&base, &rows)| fit(base, rows)).sum()
+            }
         }
     };
     for (peer, sent) in lane.scratch.sending.iter().enumerate() {

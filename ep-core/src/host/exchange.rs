@@ -14,7 +14,7 @@ use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::{Error, Result, Status};
 use crate::perturb::Stop;
-use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, OP_DISPATCH, OP_PLAN, REQUESTS, line};
+use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, OP_DISPATCH, OP_FAILED, OP_PLAN, REQUESTS, line};
 
 /// One call in progress on this rank.
 pub(crate) struct Exchange<'a> {
@@ -26,6 +26,8 @@ pub(crate) struct Exchange<'a> {
     waiter: Waiter,
     deadline: Instant,
     started_waiting: Option<Instant>,
+    /// How often this rank has said in its segment that it waits, see [`super::blame`].
+    pub(super) looks: u32,
     /// A peer that was seen to have left at the last wait.
     suspect: Option<usize>,
     /// The peer that differs, and how.
@@ -58,6 +60,7 @@ impl<'a> Exchange<'a> {
             waiter: Waiter::new(group.patience, deadline),
             deadline,
             started_waiting: None,
+            looks: 0,
             suspect: None,
             mismatch: None,
         }
@@ -197,7 +200,8 @@ impl<'a> Exchange<'a> {
         head
     }
 
-    /// Gives up if the deadline has passed: a call that is never idle must end too.
+    /// Gives up if the deadline has passed although something moved: a call that is never idle must end
+    /// too. One that is idle gives up in [`Exchange::wait`], which knows whom it waits for.
     ///
     /// # Errors
     /// [`Status::Timeout`].
@@ -220,7 +224,7 @@ impl<'a> Exchange<'a> {
         self.own_bell().count()
     }
 
-    fn own_bell(&self) -> Doorbell<'a> {
+    pub(super) fn own_bell(&self) -> Doorbell<'a> {
         self.group.doorbell(self.group.rank, self.lane)
     }
 
@@ -241,6 +245,7 @@ impl<'a> Exchange<'a> {
     pub(crate) fn progressed(&mut self) {
         self.waiter.progressed();
         self.started_waiting = None;
+        self.denounce();
     }
 
     /// Waits until a word of this lane may have changed since `seen`. `missing` lists the peers this rank
@@ -260,19 +265,26 @@ impl<'a> Exchange<'a> {
         let missing = missing(self);
         let Some(peer) = missing.first else { return Ok(()) };
         self.charge(&missing, peer, started);
+        self.announce(peer);
         if let Some(lost) = missing.ranks().find(|&rank| self.group.has_left(rank)) {
             return self.peer_lost(lost, missing.what);
         }
         if woken == Woken::TimeUp {
+            let culprit = self.culprit(&missing, peer)?;
             let text = format!(
-                "rank {} waited in {} (lane {}, call {}) for {} of rank {peer} until its deadline",
+                "rank {} waited in {} (lane {}, call {}) for {} of rank {} until its deadline",
                 self.group.rank,
                 self.name(),
                 self.lane,
                 self.epoch,
                 missing.what,
+                if missing.has(culprit) {
+                    format!("{culprit}")
+                } else {
+                    format!("{peer}, held up by rank {culprit},")
+                },
             );
-            return Err(self.fail(Status::Timeout, Some(peer), text));
+            return Err(self.fail(Status::Timeout, Some(culprit), text));
         }
         Ok(())
     }
@@ -319,6 +331,12 @@ impl<'a> Exchange<'a> {
     }
 }
 
+impl Drop for Exchange<'_> {
+    fn drop(&mut self) {
+        self.denounce();
+    }
+}
+
 /// Whom a call waits for.
 pub(crate) struct Missing {
     pub(crate) first: Option<usize>,
@@ -341,8 +359,12 @@ impl Missing {
         missing
     }
 
-    fn ranks(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..64 * self.ranks.len()).filter(|rank| self.ranks[rank / 64] & 1 << (rank % 64) != 0)
+    pub(super) fn ranks(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..64 * self.ranks.len()).filter(|&rank| self.has(rank))
+    }
+
+    fn has(&self, rank: usize) -> bool {
+        self.ranks[rank / 64] & 1 << (rank % 64) != 0
     }
 }
 
@@ -371,6 +393,11 @@ fn op_name(op: u32) -> &'static str {
 
 /// How two signatures differ, for a person; None if they are equal.
 fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
+    if own.op == OP_FAILED || peer.op == OP_FAILED {
+        return Some(String::from(
+            "the queued call of one of them failed before it began; its stream says why",
+        ));
+    }
     if own.op != peer.op {
         return Some(format!("one is in {}, the other in {}", op_name(own.op), op_name(peer.op)));
     }

@@ -3,6 +3,7 @@
 //! `exchange` is what every call does: publish a descriptor to each peer, read theirs, agree. `update`,
 //! `dispatch` and `combine` are the calls. `copy`, `ring` and `reduce` move and add bytes.
 
+mod blame;
 mod call;
 mod combine;
 mod copy;
@@ -24,5 +25,5 @@ pub(crate) use dispatch::dispatch;
 pub use reduce::{Close, Reduction, Term, reduce};
 pub use ring::{RingReader, RingWriter};
 pub(crate) use scratch::LaneScratch;
-pub(crate) use update::{Updated, update};
+pub(crate) use update::{Updated, refuse, update};
 pub use wait::{Doorbell, Patience};

@@ -130,6 +130,8 @@ pub(crate) struct Fetching {
     pub(crate) next_request: usize,
     /// The weights of the token in progress were taken from the ring.
     pub(crate) weights_taken: bool,
+    /// Rows that this holder had so far.
+    pub(crate) rows_read: u64,
     /// Rows of the token in progress that this holder has.
     pub(crate) rows_of_token: usize,
     /// Where the piece of the ring with the current columns is.
@@ -148,6 +150,7 @@ impl Default for Fetching {
             row_weights: None,
             next_request: 0,
             weights_taken: false,
+            rows_read: 0,
             rows_of_token: 0,
             piece: None,
         }

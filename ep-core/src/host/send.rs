@@ -112,7 +112,6 @@ impl<'a> Sender<'a> {
     /// Sends what can be sent now: one block of tokens to every destination that has room. Destinations
     /// that lag behind do not hold the others up.
     pub(super) fn send(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        exchange.check_deadline("its own rows")?;
         let num_ranks = self.peers.len();
         let stop = exchange.mismatched();
         let limit = self.first_token().saturating_add(self.block_tokens);

@@ -1,12 +1,14 @@
 //! `ep_plan_update`: count, tell each rank its share of the counts, and place the rows that come.
 
+use std::time::Instant;
+
 use super::call::UpdateCall;
 use super::exchange::{Exchange, Missing};
 use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::Result;
 use crate::plan::{PlanShape, PlanState, count};
-use crate::wire::{DescBody, OP_PLAN};
+use crate::wire::{DescBody, OP_FAILED, OP_PLAN};
 
 /// What an update leaves behind.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,7 +44,11 @@ pub(crate) fn update(
             tail[1..].copy_from_slice(counts);
         })?;
     }
-    collect(&mut exchange, shape, state, lane)?;
+    let words = shape.column_words();
+    let column = &mut *state.column;
+    collect(&mut exchange, words, lane, |source, tail| {
+        column[source * words..(source + 1) * words].copy_from_slice(tail);
+    })?;
     exchange.verdict()?;
     let num_rows = match state.place_rows(shape) {
         Ok(rows) => rows,
@@ -54,14 +60,24 @@ pub(crate) fn update(
     Ok(Updated { epoch: exchange.epoch, num_tokens: call.routing.num_tokens(), num_rows })
 }
 
-/// Reads the counts of every source into this rank's column.
+/// Uses up an epoch for a call that failed before it began, on a stream, where the peers' calls are on
+/// their way: they fail with it, and the lane stays in step.
+pub(crate) fn refuse(group: &Group, lane: &mut LaneState, in_lane: usize, deadline: Instant) -> Result<()> {
+    let body = DescBody { op: OP_FAILED, ..DescBody::default() };
+    let mut exchange = Exchange::begin(group, in_lane, lane, body, deadline);
+    for peer in 0..group.num_ranks {
+        exchange.publish(peer, &body, 0, |_| ())?;
+    }
+    collect(&mut exchange, 0, lane, |_, _| ())
+}
+
+/// Reads every source's descriptor; `keep(source, tail)` gets those that match.
 fn collect(
     exchange: &mut Exchange<'_>,
-    shape: &PlanShape,
-    state: &mut PlanState<'_>,
+    words: usize,
     lane: &mut LaneState,
+    mut keep: impl FnMut(usize, &[u32]),
 ) -> Result<()> {
-    let words = shape.column_words();
     let seen_from = &mut lane.scratch.receiving;
     seen_from.iter_mut().for_each(|source| source.taken = 0);
     loop {
@@ -78,7 +94,7 @@ fn collect(
                     seen.taken = 1;
                     progress = true;
                     if exchange.matches(&desc) {
-                        state.column[source * words..(source + 1) * words].copy_from_slice(desc.tail);
+                        keep(source, desc.tail);
                     }
                 }
             }

@@ -28,7 +28,7 @@ impl Patience {
 }
 
 /// The longest sleep: how soon a waiter notices an abort or a dead peer without being woken.
-const SLICE: Duration = Duration::from_millis(20);
+pub(super) const SLICE: Duration = Duration::from_millis(20);
 
 /// The doorbell of one lane of one rank. Publishers write their words, then ring.
 #[derive(Clone, Copy, Debug)]
@@ -58,14 +58,14 @@ impl<'a> Doorbell<'a> {
         }
     }
 
-    /// The number of rings so far. Take it before looking at the words, give it to [`Waiter::wait`].
+    /// The number of rings so far. Take it before looking at the words, give it to `Waiter::wait`.
     pub fn count(&self) -> u32 {
         // Acquire: pairs with the release in `ring`.
         self.segment.u32(self.bell).load(Ordering::Acquire)
     }
 
     /// Sleeps until the count differs from `seen`, at most `time`.
-    fn sleep(&self, seen: u32, time: Duration) {
+    pub(super) fn sleep(&self, seen: u32, time: Duration) {
         let sleeping = self.segment.u32(self.sleeping);
         // Relaxed: ordered by the fence.
         sleeping.store(1, Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! One mapping of one memfd.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -14,7 +14,6 @@ use crate::error::{Error, Result, Status};
 pub struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
-    fd: Option<OwnedFd>,
 }
 
 // SAFETY: a mapping is an address range of the process, not of a thread; unmapping it needs `&mut`.
@@ -23,18 +22,19 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Makes zeroed memory of `bytes` (rounded up to pages) that can be given to other processes.
+    /// Makes zeroed memory of `bytes` (rounded up to pages), and the descriptor to give to other processes;
+    /// the mapping does not need it.
     ///
     /// # Errors
     /// [`Status::OutOfMemory`] naming the size.
-    pub fn create(bytes: usize) -> Result<Mapping> {
+    pub fn create(bytes: usize) -> Result<(Mapping, OwnedFd)> {
         let bytes = bytes.max(1).next_multiple_of(rustix::param::page_size());
         let refused = |call: &str, e: rustix::io::Errno| {
             Error::new(Status::OutOfMemory, format!("{call} of {bytes} bytes of shared memory failed: {e}"))
         };
         let fd = memfd_create("ep", MemfdFlags::CLOEXEC).map_err(|e| refused("memfd_create", e))?;
         ftruncate(&fd, bytes as u64).map_err(|e| refused("ftruncate", e))?;
-        Mapping::map(fd, bytes, true)
+        Ok((Mapping::map(&fd, bytes)?, fd))
     }
 
     /// Maps memory received from another process. The descriptor is closed: the mapping keeps the memory.
@@ -50,18 +50,18 @@ impl Mapping {
                 format!("a peer's memory has {} bytes, expected {bytes}", stat.st_size),
             ));
         }
-        Mapping::map(fd, bytes, false)
+        Mapping::map(&fd, bytes)
     }
 
-    fn map(fd: OwnedFd, bytes: usize, keep_fd: bool) -> Result<Mapping> {
+    fn map(fd: &OwnedFd, bytes: usize) -> Result<Mapping> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a null hint lets the kernel choose a free range, so no existing mapping changes.
-        let address = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &fd, 0) }
+        let address = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) }
             .map_err(|e| Error::new(Status::OutOfMemory, format!("mmap of {bytes} bytes failed: {e}")))?;
         let Some(base) = NonNull::new(address.cast::<u8>()) else {
             return Err(Error::new(Status::OutOfMemory, "mmap returned address 0"));
         };
-        Ok(Mapping { base, bytes, fd: keep_fd.then_some(fd) })
+        Ok(Mapping { base, bytes })
     }
 
     /// Touches every page, so that the data path meets no page fault. Without effect on old kernels.
@@ -78,16 +78,6 @@ impl Mapping {
     /// Size in bytes, whole pages.
     pub fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    /// The descriptor to give to peers; None on memory received from one, or after [`Mapping::seal`].
-    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.fd.as_ref().map(|fd| fd.as_fd())
-    }
-
-    /// Closes the descriptor once every peer has its mapping.
-    pub fn seal(&mut self) {
-        self.fd = None;
     }
 }
 

@@ -4,8 +4,8 @@
 //! data is in one process, every rule of `include/ep.h` is a loop over all of it, and nothing is fast.
 //!
 //! - [`Routing`]: who has which experts and where each token goes; lists a rank's rows.
-//! - [`dispatch`]: what each rank must find in its outputs.
-//! - [`combine`]: what each token's owner must find.
+//! - [`mod@dispatch`]: what each rank must find in its outputs.
+//! - [`mod@combine`]: what each token's owner must find.
 //! - [`float`]: conversions between fp32 and the 16-bit formats.
 
 use std::collections::HashMap;

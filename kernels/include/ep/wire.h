@@ -20,7 +20,12 @@ enum {
 };
 
 /* ep_wire_desc.op */
-enum { EP_WIRE_OP_PLAN = 1, EP_WIRE_OP_DISPATCH = 2, EP_WIRE_OP_COMBINE = 3 };
+enum {
+    EP_WIRE_OP_PLAN = 1,
+    EP_WIRE_OP_DISPATCH = 2,
+    EP_WIRE_OP_COMBINE = 3,
+    EP_WIRE_OP_FAILED = 4 /* the writer's call failed before it began: equal to nothing, itself included */
+};
 
 /* ep_wire_desc.flags: part of the signature, so both sides must agree ... */
 enum {

@@ -250,10 +250,6 @@ mod tests {
         }
     }
 
-    fn table() -> &'static Table<Probe> {
-        Box::leak(Box::new(Table::new()))
-    }
-
     fn bad(result: Result<Pin<Probe>>) -> String {
         let error = result.err().expect("the handle is bad");
         assert_eq!(error.status, Status::BadHandle);
@@ -273,7 +269,8 @@ mod tests {
 
     #[test]
     fn an_object_lives_until_it_is_retired() {
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         let handles: Vec<_> = (0..1000).map(|_| table.insert(Probe(Arc::clone(&freed))).unwrap()).collect();
         for handle in &handles {
             assert!(table.pin(*handle, "plan").is_ok());
@@ -289,7 +286,8 @@ mod tests {
 
     #[test]
     fn a_reused_place_does_not_answer_to_the_old_handle() {
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         let mut old = Vec::new();
         for _ in 0..100 {
             let handle = table.insert(Probe(Arc::clone(&freed))).unwrap();
@@ -304,7 +302,8 @@ mod tests {
 
     #[test]
     fn what_is_no_handle_is_told_apart() {
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         let with = |kind, generation, index| {
             ptr::without_provenance::<u8>(Bits { kind, generation, index }.encode())
         };
@@ -325,7 +324,8 @@ mod tests {
 
     #[test]
     fn a_pinned_object_is_not_freed() {
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         let handle = table.insert(Probe(Arc::clone(&freed))).unwrap();
         let pin = table.pin(handle, "plan").unwrap();
         let error = table.retire(handle, "plan", InUse::Refused).err().unwrap();
@@ -340,7 +340,8 @@ mod tests {
 
     #[test]
     fn a_slot_whose_generations_are_used_up_is_given_up() {
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         let first = table.insert(Probe(Arc::clone(&freed))).unwrap();
         drop(table.retire(first, "plan", InUse::Refused).unwrap());
         let slot = &table.chunks[0].get().unwrap()[0];
@@ -356,8 +357,9 @@ mod tests {
 
     #[test]
     fn threads_that_race_to_destroy_free_once() {
-        const ROUNDS: usize = 2000;
-        let (table, freed) = (table(), Arc::new(AtomicUsize::new(0)));
+        const ROUNDS: usize = if cfg!(miri) { 20 } else { 2000 };
+        static TABLE: Table<Probe> = Table::new();
+        let (table, freed) = (&TABLE, Arc::new(AtomicUsize::new(0)));
         for _ in 0..ROUNDS {
             let handle = table.insert(Probe(Arc::clone(&freed))).unwrap().addr();
             thread::scope(|scope| {

@@ -86,6 +86,8 @@ impl SheetShape {
 pub(crate) struct Sheet {
     shape: SheetShape,
     memory: Mapping,
+    /// Kept by the side that made it, for the other one to open.
+    fd: Option<OwnedFd>,
 }
 
 impl Sheet {
@@ -94,7 +96,8 @@ impl Sheet {
     /// # Errors
     /// If there is no memory.
     pub(crate) fn create(shape: SheetShape) -> Result<Sheet> {
-        Ok(Sheet { shape, memory: Mapping::create(shape.offset(None))? })
+        let (memory, fd) = Mapping::create(shape.offset(None))?;
+        Ok(Sheet { shape, memory, fd: Some(fd) })
     }
 
     /// Opens one that process `pid` made.
@@ -104,7 +107,7 @@ impl Sheet {
     pub(crate) fn open(pid: u32, fd: i32, shape: SheetShape) -> Result<Sheet> {
         let path = format!("/proc/{pid}/fd/{fd}");
         let file = File::options().read(true).write(true).open(&path).with_context(|| path.clone())?;
-        Ok(Sheet { shape, memory: Mapping::attach(OwnedFd::from(file), shape.offset(None))? })
+        Ok(Sheet { shape, memory: Mapping::attach(OwnedFd::from(file), shape.offset(None))?, fd: None })
     }
 
     /// How the parent can open it.
@@ -112,7 +115,7 @@ impl Sheet {
     /// # Errors
     /// If it was not made here.
     pub(crate) fn file(&self) -> Result<SheetFile> {
-        let fd = self.memory.fd().context("a sheet of another process")?;
+        let fd = self.fd.as_ref().context("a sheet of another process")?;
         Ok(SheetFile { fd: fd.as_raw_fd(), capacity: self.shape.capacity })
     }
 

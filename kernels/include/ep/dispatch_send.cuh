@@ -1,0 +1,564 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// dispatch_send.cuh: the sending warps of a dispatch. Each row is read once, into shared memory, and stored
+// from there to its final place at each destination, or into a ring where the place is not in a window.
+#pragma once
+
+#include "ep/plan.cuh"
+#include "ep/ring.cuh"
+
+namespace ep {
+
+// With messages some warps of a block send and others receive: receivers read and write every row, senders
+// read each row once for several destinations.
+__device__ inline uint32_t num_sender_warps(uint32_t active_warps, bool receiving)
+{
+    return receiving ? max(1u, active_warps * 3 / 8) : active_warps;
+}
+
+// What a block knows of a destination. A payload without a base goes through the ring.
+struct Destination {
+    char *base[EP_WIRE_MAX_PAYLOADS];
+    uint64_t row_pitch[EP_WIRE_MAX_PAYLOADS];
+    uint64_t col_pitch[EP_WIRE_MAX_PAYLOADS];
+    uint64_t capacity;
+    const uint32_t *tail;
+    MessageLayout messages;
+};
+
+// A block's shared memory, beside the stages.
+struct DispatchShared {
+    Destination destinations[EP_CUDA_MAX_RANKS];
+    uint64_t barriers[EP_DISPATCH_WARPS][EP_DISPATCH_MAX_STAGES];
+    // Payload i passes a stage at this offset; bulk copies need 16-byte rows on both sides.
+    uint32_t stage_offset[EP_WIRE_MAX_PAYLOADS];
+    uint32_t stage_bytes;  // of all bulk payloads of a row together
+    uint32_t stage_pitch;  // from stage to stage
+    uint32_t num_stages;   // of each warp
+    uint32_t active_warps; // that have stages
+    uint32_t bulk;         // bit i: payload i goes by bulk copies
+    uint32_t ok;
+    MessageLayout incoming;
+};
+
+__device__ inline void put_i32(uint64_t address, uint64_t index, int32_t value)
+{
+    if (address != 0) {
+        reinterpret_cast<int32_t *>(address)[index] = value;
+    }
+}
+
+// Writes a local expert id where ids are wanted.
+__device__ inline void put_id(const ep_cuda_dispatch_args_t &args, uint64_t index, int32_t id)
+{
+    if (args.out_idx == 0) {
+        return;
+    }
+    if (args.out_idx_element == 8) {
+        reinterpret_cast<int64_t *>(args.out_idx)[index] = id;
+    } else {
+        reinterpret_cast<int32_t *>(args.out_idx)[index] = id;
+    }
+}
+
+// Whether a row's origin, ids or weights are wanted beside its payloads.
+__device__ inline bool wants_origin(const ep_cuda_dispatch_args_t &args)
+{
+    return (args.out_idx | args.out_weights | args.src_rank | args.src_token | args.src_slot) != 0;
+}
+
+// The messages that peers send to this rank.
+__device__ inline void plan_messages(const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                     const Signature &signature, MessageLayout &incoming)
+{
+    uint32_t through = 0;
+    for (uint32_t i = 0; i < args.num_payloads; ++i) {
+        through |= (args.places[i].window == 0 ? 1u : 0u) << i;
+    }
+    // Expert-major rows have places of their own, which only the source knows.
+    bool counted = args.plan.layout == 0 && args.rows_per_expert != 0 && view.header->num_rows > args.capacity;
+    bool meta = wants_origin(args) || (args.plan.layout == 1 && through != 0) || counted;
+    incoming.set(through, meta, args.topk_weights.data != 0, args.plan.topk, signature.row_bytes,
+                 args.group.ring_bytes);
+}
+
+__device__ inline Signature dispatch_signature(const ep_cuda_dispatch_args_t &args, const PlanView &view)
+{
+    Signature signature = {};
+    signature.plan_epoch = view.header->epoch;
+    signature.plan_hash = args.plan.hash;
+    signature.op = EP_WIRE_OP_DISPATCH;
+    signature.flags = args.topk_weights.data != 0 ? EP_WIRE_FLAG_TOPK_WEIGHTS : 0;
+    signature.dtypes = args.dtypes;
+    signature.num_payloads = args.num_payloads;
+    for (uint32_t i = 0; i < args.num_payloads; ++i) {
+        signature.row_bytes[i] = args.outputs[i].cols * args.outputs[i].element;
+    }
+    return signature;
+}
+
+// Says to each peer where its rows go.
+__device__ inline void give_credits(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                    const Signature &signature)
+{
+    MessageLayout incoming;
+    plan_messages(args, view, signature, incoming);
+    for (uint32_t i = threadIdx.x / 32; i < args.group.num_ranks; i += EP_DISPATCH_WARPS) {
+        uint32_t peer = (args.group.rank + i) % args.group.num_ranks;
+        publish(ctx, peer, [&](ep_wire_desc_t *desc, uint32_t *tail, uint32_t lane) {
+            if (lane == 0) {
+                put_signature(desc, signature);
+                desc->wants = incoming.meta != 0 ? EP_WIRE_WANTS_META : 0;
+                desc->capacity = args.capacity;
+            }
+            if (lane < args.num_payloads) {
+                desc->places[lane] = args.places[lane];
+            }
+            for (uint32_t word = lane; word < view.column_words(); word += 32) {
+                tail[word] = view.base[peer * view.column_words() + word];
+            }
+        });
+    }
+}
+
+// True if a bulk copy can move rows of this pitch from or to this address.
+__device__ inline bool bulk_aligned(uint64_t address, uint64_t row_pitch, uint64_t col_pitch, uint32_t element)
+{
+    return address % 16 == 0 && row_pitch % 16 == 0 && col_pitch == element;
+}
+
+// Reads the credit of `peer`. False: the call failed.
+__device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_args_t &args, const Signature &signature,
+                                   uint32_t peer, DispatchShared &shared)
+{
+    ep_wire_desc_t *desc = await_desc(ctx, peer, EP_CUDA_SITE_DISPATCH_CREDIT);
+    if (desc == nullptr) {
+        return false;
+    }
+    if (!same_signature(desc, signature)) {
+        fail(ctx, kErrMismatch, EP_CUDA_SITE_DISPATCH_CREDIT, int32_t(peer), signature.op, desc->op);
+        return false;
+    }
+    Destination &to = shared.destinations[peer];
+    to.capacity = desc->capacity;
+    to.tail = tail_of(desc);
+    uint32_t through = 0;
+    for (uint32_t i = 0; i < args.num_payloads; ++i) {
+        const ep_cuda_matrix_t &own = args.outputs[i];
+        ep_wire_place_t place = desc->places[i];
+        uint64_t span = place.col_pitch * (own.cols - 1) + own.element;
+        through |= (place.window == 0 ? 1u : 0u) << i;
+        to.base[i] = nullptr;
+        // This rank's own output is reached directly wherever it lies.
+        if (peer == args.group.rank) {
+            to.base[i] = reinterpret_cast<char *>(own.data);
+        } else if (place.window != 0) {
+            to.base[i] = resolve(ctx, peer, place, to.capacity, span);
+        } else {
+            continue;
+        }
+        to.row_pitch[i] = place.row_pitch;
+        to.col_pitch[i] = place.col_pitch;
+        if (to.base[i] == nullptr && to.capacity != 0) {
+            fail(ctx, kErrAborted, EP_CUDA_SITE_BAD_PLACE, int32_t(peer), place.window, place.offset);
+            return false;
+        }
+        if (!bulk_aligned(reinterpret_cast<uint64_t>(to.base[i]), to.row_pitch[i], to.col_pitch[i], own.element)) {
+            atomicAnd(&shared.bulk, ~(1u << i));
+        }
+    }
+    to.messages.set(through, (desc->wants & EP_WIRE_WANTS_META) != 0, args.topk_weights.data != 0, args.plan.topk,
+                    signature.row_bytes, args.group.ring_bytes);
+    if (to.messages.used() && to.messages.slots == 0) {
+        fail(ctx, kErrAborted, EP_CUDA_SITE_RING_TOO_SMALL, int32_t(peer), to.messages.slot_bytes,
+             args.group.ring_bytes);
+        return false;
+    }
+    return true;
+}
+
+// Decides which payloads pass the stages, and how many stages a warp has.
+__device__ inline void plan_stages(const ep_cuda_dispatch_args_t &args, DispatchShared &shared)
+{
+    uint32_t offset = 0;
+    // Two warps at least must have a stage, so that a block can send and receive.
+    constexpr uint32_t kMostBytes = EP_DISPATCH_SHARED_BYTES / 2 / 128 * 128;
+    for (uint32_t i = 0; i < args.num_payloads; ++i) {
+        const ep_cuda_matrix_t &in = args.inputs[i];
+        uint64_t bytes = uint64_t(in.cols) * in.element;
+        bool fits = bytes % 16 == 0 && bulk_aligned(in.data, in.row_pitch, in.col_pitch, in.element) &&
+                    offset + bytes <= kMostBytes;
+        if ((shared.bulk >> i & 1u) != 0 && fits) {
+            shared.stage_offset[i] = offset;
+            offset += uint32_t(bytes);
+        } else {
+            shared.bulk &= ~(1u << i);
+        }
+    }
+    shared.stage_bytes = offset;
+    shared.stage_pitch = round_up(max(offset, 128u), 128);
+    uint32_t stages = EP_DISPATCH_SHARED_BYTES / shared.stage_pitch;
+    shared.active_warps = min(stages, uint32_t(EP_DISPATCH_WARPS));
+    shared.num_stages = min(stages / shared.active_warps, uint32_t(EP_DISPATCH_MAX_STAGES));
+}
+
+// A warp's stages: a ring of rows in shared memory, each with a barrier that counts its bytes.
+struct Stages {
+    const DispatchShared &shared;
+    char *first;
+    uint64_t *barriers;
+    uint32_t phases = 0; // bit i: of stage i
+
+    __device__ Stages(DispatchShared &s, char *all)
+        : shared(s),
+          first(all + threadIdx.x / 32 * s.num_stages * s.stage_pitch),
+          barriers(s.barriers[threadIdx.x / 32])
+    {
+    }
+
+    __device__ char *at(uint32_t stage) const { return first + stage * shared.stage_pitch; }
+
+    __device__ uint32_t after(uint32_t stage) const { return stage + 1 == shared.num_stages ? 0 : stage + 1; }
+
+    // Waits until the bytes announced for a stage are in it.
+    __device__ void await(uint32_t stage)
+    {
+#if __CUDA_ARCH__ >= 900
+        while (!mbarrier_try_wait(&barriers[stage], phases >> stage & 1u)) {
+        }
+        phases ^= 1u << stage;
+#endif
+    }
+
+    // Waits until the copies out of the stage that comes next have read it. Every lane commits one group a row.
+    __device__ void await_free() const
+    {
+#if __CUDA_ARCH__ >= 900
+        if (shared.num_stages == EP_DISPATCH_MAX_STAGES) {
+            bulk_wait_read<1>();
+        } else {
+            bulk_wait_read<0>();
+        }
+        __syncwarp();
+#endif
+    }
+};
+
+// The row of slot `k` of a token at its destination, or -1 if it has none there.
+__device__ inline int64_t row_of_slot(const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                      const DispatchShared &shared, uint32_t token, uint32_t k, uint32_t *rank)
+{
+    uint32_t slot = token * args.plan.topk + k;
+    int32_t expert = k < args.plan.topk ? view.expert[slot] : -1;
+    if (expert < 0) {
+        return -1;
+    }
+    *rank = view.owner[expert];
+    const Destination &to = shared.destinations[*rank];
+    bool flat = args.plan.layout == 0;
+    uint32_t position = flat ? view.rank_pos[slot] : view.slot_pos[slot];
+    if (position == uint32_t(EP_CUDA_NO_ROW)) {
+        return -1;
+    }
+    uint64_t row = uint64_t(to.tail[flat ? 0 : 1 + expert - view.first[*rank]]) + position;
+    return row < to.capacity ? int64_t(row) : -1;
+}
+
+// A warp copies one row element by element, or 16 bytes at a time where both sides allow it.
+__device__ inline void copy_row(char *to, uint64_t to_pitch, const char *from, uint64_t from_pitch, uint32_t cols,
+                                uint32_t element)
+{
+    uint32_t lane = threadIdx.x % 32, bytes = cols * element;
+    bool contiguous = to_pitch == element && from_pitch == element;
+    uint64_t aligned = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16;
+    if (contiguous && aligned == 0) {
+        for (uint32_t i = lane; i < bytes / 16; i += 32) {
+            st_row(reinterpret_cast<uint4 *>(to) + i, ld_row(reinterpret_cast<const uint4 *>(from) + i));
+        }
+        for (uint32_t i = bytes / 16 * 16 + lane; i < bytes; i += 32) {
+            to[i] = from[i];
+        }
+        return;
+    }
+    for (uint32_t col = lane; col < cols; col += 32) {
+        for (uint32_t byte = 0; byte < element; ++byte) {
+            to[col * to_pitch + byte] = from[col * from_pitch + byte];
+        }
+    }
+}
+
+// A message that a lane has put into a ring and not yet announced.
+struct Announcement {
+    uint64_t *word;
+    uint64_t tag;
+};
+
+// A token on its way, in each lane the slots k and k + 32.
+struct TokenInFlight {
+    uint32_t token;
+    uint32_t stage;
+    uint32_t rank[2];
+    int64_t row[2];
+};
+
+// One warp sends tokens: rows by the copy engine, whatever it cannot take by the warp itself.
+struct TokenSender {
+    const Context &ctx;
+    const ep_cuda_dispatch_args_t &args;
+    const PlanView &view;
+    DispatchShared &shared;
+    Stages stages;
+    uint32_t num_slots; // that a lane looks after
+    Announcement pending[2] = {};
+
+    // Starts the token's rows on their way into a stage, and looks up where they go.
+    __device__ TokenInFlight load(uint32_t token, uint32_t stage)
+    {
+        TokenInFlight flight{token, stage, {0, 0}, {-1, -1}};
+#if __CUDA_ARCH__ >= 900
+        if (shared.stage_bytes != 0 && threadIdx.x % 32 == 0) {
+            mbarrier_expect(&stages.barriers[stage], shared.stage_bytes);
+            for (uint32_t i = 0; i < args.num_payloads; ++i) {
+                if (shared.bulk >> i & 1u) {
+                    const ep_cuda_matrix_t &in = args.inputs[i];
+                    bulk_load(stages.at(stage) + shared.stage_offset[i],
+                              reinterpret_cast<const char *>(in.data) + token * in.row_pitch, in.cols * in.element,
+                              &stages.barriers[stage]);
+                }
+            }
+        }
+#endif
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (i < num_slots) {
+                flight.row[i] = row_of_slot(args, view, shared, token, 32 * i + threadIdx.x % 32, &flight.rank[i]);
+            }
+        }
+        return flight;
+    }
+
+    // Stores the token to all its destinations. False: the call failed.
+    __device__ bool store(const TokenInFlight &flight)
+    {
+        char *messages[2] = {nullptr, nullptr};
+        bool ok = true;
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (i < num_slots) {
+                ok = ok && open_message(flight.token, 32 * i + threadIdx.x % 32, pending[i], &messages[i]);
+            }
+        }
+        ok = __all_sync(0xffffffffu, ok);
+        if (shared.stage_bytes != 0) {
+            stages.await(flight.stage);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            if (ok && i < num_slots) {
+                store_staged(flight.stage, flight.rank[i], flight.row[i], messages[i]);
+                store_others(flight.token, flight.rank[i], flight.row[i], messages[i]);
+            }
+        }
+#if __CUDA_ARCH__ >= 900
+        bulk_commit();
+#endif
+        return ok;
+    }
+
+    // True if slot `k` of the token is the first one to a rank that takes messages.
+    __device__ bool has_message(uint32_t token, uint32_t k, uint32_t *rank, uint32_t *index) const
+    {
+        uint32_t slot = token * args.plan.topk + k;
+        if (k >= args.plan.topk || view.expert[slot] < 0 || view.rank_pos[slot] == uint32_t(EP_CUDA_NO_ROW)) {
+            return false;
+        }
+        *rank = view.owner[view.expert[slot]];
+        *index = view.rank_pos[slot];
+        const Destination &to = shared.destinations[*rank];
+        // A flat row that does not fit has no message; the receiver counts the same way.
+        bool fits = args.plan.layout != 0 || to.tail[0] + uint64_t(*index) < to.capacity;
+        return to.messages.used() && fits;
+    }
+
+    // True if all of the token's messages have room.
+    __device__ bool has_room(uint32_t token) const
+    {
+        bool room = true;
+        for (uint32_t i = 0; i < num_slots; ++i) {
+            uint32_t rank, index;
+            if (has_message(token, 32 * i + threadIdx.x % 32, &rank, &index)) {
+                Ring ring(ctx, args.group.rank, rank, shared.destinations[rank].messages);
+                room = room && ring.has_room(ctx, index);
+            }
+        }
+        return __all_sync(0xffffffffu, room);
+    }
+
+    // Waits for room for the message of slot `k`, if it has one, and writes its meta. False: the call failed.
+    __device__ bool open_message(uint32_t token, uint32_t k, Announcement &announcement, char **message)
+    {
+        uint32_t rank, index;
+        if (!has_message(token, k, &rank, &index)) {
+            return true;
+        }
+        const Destination &to = shared.destinations[rank];
+        Ring ring(ctx, args.group.rank, rank, to.messages);
+        if (!ring.await_room(ctx, rank, index, EP_CUDA_SITE_DISPATCH_RING)) {
+            return false;
+        }
+        *message = ring.slot(index);
+        announcement.word = ring.full(index);
+        announcement.tag = message_tag(ctx.epoch, index);
+        if (to.messages.meta != 0) {
+            write_meta(token, rank, reinterpret_cast<uint32_t *>(*message));
+        }
+        return true;
+    }
+
+    __device__ void write_meta(uint32_t token, uint32_t rank, uint32_t *words)
+    {
+        uint32_t topk = args.plan.topk;
+        words[0] = token;
+        for (uint32_t k = 0; k < topk; ++k) {
+            int32_t expert = view.expert[token * topk + k];
+            bool here = expert >= 0 && view.owner[expert] == rank;
+            words[4 + k] = here ? expert - view.first[rank] : uint32_t(EP_CUDA_NO_ROW);
+            words[4 + topk + k] = view.slot_pos[token * topk + k];
+            if (args.topk_weights.data != 0) {
+                const char *weight = reinterpret_cast<const char *>(args.topk_weights.data) +
+                                     token * args.topk_weights.row_pitch + k * args.topk_weights.col_pitch;
+                words[4 + 2 * topk + k] = here ? *reinterpret_cast<const uint32_t *>(weight) : 0;
+            }
+        }
+    }
+
+    // Each lane starts the copies of its own slot: to its row, and into its message.
+    __device__ void store_staged(uint32_t stage, uint32_t rank, int64_t row, char *message)
+    {
+#if __CUDA_ARCH__ >= 900
+        const Destination &to = shared.destinations[rank];
+        for (uint32_t i = 0; i < args.num_payloads; ++i) {
+            if ((shared.bulk >> i & 1u) == 0) {
+                continue;
+            }
+            const char *from = stages.at(stage) + shared.stage_offset[i];
+            uint32_t bytes = args.inputs[i].cols * args.inputs[i].element;
+            if (row >= 0 && to.base[i] != nullptr) {
+                bulk_store(to.base[i] + row * to.row_pitch[i], from, bytes);
+            }
+            if (message != nullptr && to.base[i] == nullptr) {
+                bulk_store(message + to.messages.payload_offset[i], from, bytes);
+            }
+        }
+#endif
+    }
+
+    // The warp copies the other payloads, slot by slot.
+    __device__ void store_others(uint32_t token, uint32_t rank, int64_t row, char *message)
+    {
+        if (shared.bulk == (1u << args.num_payloads) - 1) {
+            return;
+        }
+        uint32_t slots = __ballot_sync(0xffffffffu, row >= 0 || message != nullptr);
+        for (; slots != 0; slots &= slots - 1) {
+            uint32_t source = __ffs(slots) - 1;
+            const Destination &to = shared.destinations[__shfl_sync(0xffffffffu, rank, source)];
+            int64_t to_row = __shfl_sync(0xffffffffu, row, source);
+            char *to_message =
+                reinterpret_cast<char *>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(message), source));
+            for (uint32_t i = 0; i < args.num_payloads; ++i) {
+                if (shared.bulk >> i & 1u) {
+                    continue;
+                }
+                const ep_cuda_matrix_t &in = args.inputs[i];
+                const char *from = reinterpret_cast<const char *>(in.data) + token * in.row_pitch;
+                if (to_row >= 0 && to.base[i] != nullptr) {
+                    copy_row(to.base[i] + to_row * to.row_pitch[i], to.col_pitch[i], from, in.col_pitch, in.cols,
+                             in.element);
+                }
+                if (to_message != nullptr && to.base[i] == nullptr) {
+                    copy_row(to_message + to.messages.payload_offset[i], in.element, from, in.col_pitch, in.cols,
+                             in.element);
+                }
+            }
+        }
+    }
+
+    // Announces the messages of a token whose copies are complete, but for the latest kLater tokens.
+    template <int kLater>
+    __device__ void announce(Announcement (&announcements)[2])
+    {
+        bool any = announcements[0].word != nullptr || announcements[1].word != nullptr;
+        if (!__any_sync(0xffffffffu, any)) {
+            return;
+        }
+#if __CUDA_ARCH__ >= 900
+        bulk_wait_written<kLater>();
+        fence_proxy_async_global();
+#endif
+        // The warp copied rows together: every lane's stores come before any lane's announcement.
+        __threadfence_system();
+        __syncwarp();
+        for (Announcement &announcement : announcements) {
+            if (announcement.word != nullptr) {
+                // Release: pairs with the acquire in `Ring::await_message`.
+                st_release_sys(announcement.word, announcement.tag);
+                announcement.word = nullptr;
+            }
+        }
+    }
+};
+
+// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while
+// this one is stored; the last one's messages are announced when its copies are complete.
+__device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                   DispatchShared &shared, char *all_stages)
+{
+    uint32_t lane = threadIdx.x % 32, num_tokens = view.header->num_tokens;
+    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u};
+    bool ahead = shared.num_stages > 1;
+    auto claim = [&] { return lane == 0 ? atomicAdd(&ctx.lane->ticket, 1u) : 0u; };
+    auto broadcast = [&](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
+    uint32_t token = broadcast(claim()), claimed = claim();
+    TokenInFlight flight{};
+    if (token < num_tokens) {
+        flight = sender.load(token, 0);
+    }
+    Announcement last[2] = {};
+    while (token < num_tokens) {
+        uint32_t next = broadcast(claimed);
+        claimed = next < num_tokens ? claim() : next;
+        TokenInFlight next_flight{};
+        uint32_t next_stage = sender.stages.after(flight.stage);
+        if (ahead && next < num_tokens) {
+            sender.stages.await_free();
+            next_flight = sender.load(next, next_stage);
+        }
+        // What is in the rings already must be announced before this warp waits for room in them.
+        if (!sender.has_room(flight.token)) {
+            sender.announce<0>(last);
+        }
+        bool ok = sender.store(flight);
+        sender.announce<1>(last);
+        last[0] = sender.pending[0];
+        last[1] = sender.pending[1];
+        sender.pending[0].word = sender.pending[1].word = nullptr;
+        if (!ok) {
+            break;
+        }
+        if (!ahead && next < num_tokens) {
+            sender.announce<0>(last);
+            sender.stages.await_free();
+            next_flight = sender.load(next, next_stage);
+        }
+        token = next;
+        flight = next_flight;
+    }
+    sender.announce<0>(last);
+#if __CUDA_ARCH__ >= 900
+    bulk_wait_written<0>();
+    fence_proxy_async_global();
+#endif
+}
+
+} // namespace ep

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * launch.h: block sizes and shared memory of the kernels, once, for the host and for the kernels.
+ */
+#ifndef EP_LAUNCH_H
+#define EP_LAUNCH_H
+
+#include "ep/args.h"
+
+enum {
+    EP_PLAN_THREADS = 256,
+    EP_DISPATCH_WARPS = 14,
+    EP_DISPATCH_THREADS = 32 * EP_DISPATCH_WARPS,
+    EP_DISPATCH_MAX_STAGES = 3, /* rows that a warp has in shared memory at a time */
+    EP_COMBINE_THREADS = 512,
+    /* Dynamic shared memory. The plan's depends on its bins, one per expert and rank. */
+    EP_DISPATCH_SHARED_BYTES = 215 * 1024, /* 15 rows of 7168 bf16 */
+    EP_COMBINE_SHARED_BYTES = 0,
+    EP_PLAN_MAX_BINS = 7000 /* num_experts + num_ranks */
+};
+
+#define EP_PLAN_SHARED_BYTES(bins) ((EP_PLAN_THREADS / 32) * (bins) * 4)
+
+EP_WIRE_ASSERT(EP_PLAN_SHARED_BYTES(EP_PLAN_MAX_BINS) <= 227 * 1024);
+
+#endif /* EP_LAUNCH_H */

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ring.cuh: staging rings for outputs outside windows. A ring lies in the receiver's memory, one per source,
+// and is small enough to stay in the cache. Message i of a call has slot i mod slots; a word per slot says
+// which message is in it, and a word per slot in the source's memory says which one was taken out. So many
+// warps put and take at once, in any order, and nothing is counted by atomics.
+#pragma once
+
+#include "ep/wait.cuh"
+
+namespace ep {
+
+constexpr uint32_t kMaxSlots = 256;
+// An area begins with a `full` word per slot, written by the peer when it put a message here; then a `taken`
+// word per slot, written by the peer when it took a message out of its own ring for this rank.
+constexpr uint32_t kTakenOffset = kMaxSlots * 8;
+constexpr uint32_t kSlotsOffset = 2 * kMaxSlots * 8;
+
+__host__ __device__ constexpr uint32_t round_up(uint32_t value, uint32_t to)
+{
+    return (value + to - 1) / to * to;
+}
+
+// How a message is laid out; source and receiver come to the same numbers.
+struct MessageLayout {
+    uint32_t through; // bit i: payload i is in the message
+    uint32_t meta;    // words: token, then local expert and position per slot, then a weight per slot; 0: none
+    uint32_t payload_offset[EP_WIRE_MAX_PAYLOADS];
+    uint32_t slot_bytes;
+    uint32_t slots; // 0: a message does not fit the ring
+
+    __host__ __device__ void set(uint32_t through_mask, bool has_meta, bool has_weights, uint32_t topk,
+                                 const uint32_t *row_bytes, uint64_t ring_bytes)
+    {
+        through = through_mask;
+        meta = has_meta ? 4 + topk * (has_weights ? 3 : 2) : 0;
+        uint32_t offset = round_up(4 * meta, 16);
+        for (int i = 0; i < EP_WIRE_MAX_PAYLOADS; ++i) {
+            payload_offset[i] = offset;
+            offset += (through >> i & 1u) != 0 ? round_up(row_bytes[i], 16) : 0;
+        }
+        slot_bytes = round_up(offset, 128);
+        uint64_t fit = slot_bytes == 0 || ring_bytes < kSlotsOffset ? 0 : (ring_bytes - kSlotsOffset) / slot_bytes;
+        slots = fit < kMaxSlots ? uint32_t(fit) : kMaxSlots;
+    }
+
+    __host__ __device__ bool used() const { return slot_bytes != 0; }
+};
+
+// The word that says "message `index` of call `epoch`". Later messages have larger words.
+__device__ __forceinline__ uint64_t message_tag(uint64_t epoch, uint32_t index)
+{
+    return epoch << 32 | (uint64_t(index) + 1);
+}
+
+// One direction of one ring: from a source to a receiver.
+struct Ring {
+    char *area;       // of the receiver, for the source
+    uint64_t *taken;  // of the source, for the receiver
+    uint32_t slots;
+    uint32_t slot_bytes;
+
+    __device__ Ring(const Context &ctx, uint32_t source, uint32_t receiver, const MessageLayout &layout)
+        : area(reinterpret_cast<char *>(ctx.group.segments[receiver] + ctx.group.ring_offset +
+                                        source * ctx.group.ring_bytes)),
+          taken(reinterpret_cast<uint64_t *>(ctx.group.segments[source] + ctx.group.ring_offset +
+                                             receiver * ctx.group.ring_bytes + kTakenOffset)),
+          slots(layout.slots),
+          slot_bytes(layout.slot_bytes)
+    {
+    }
+
+    __device__ uint64_t *full(uint32_t index) const { return reinterpret_cast<uint64_t *>(area) + index % slots; }
+
+    __device__ char *slot(uint32_t index) const { return area + kSlotsOffset + uint64_t(index % slots) * slot_bytes; }
+
+    // True if the slot of message `index` may be written.
+    __device__ bool has_room(const Context &ctx, uint32_t index) const
+    {
+        // Acquire: as in `await_room`.
+        return index < slots || ld_acquire_sys(taken + index % slots) >= message_tag(ctx.epoch, index - slots);
+    }
+
+    // True if message `index` is in its slot.
+    __device__ bool has_message(const Context &ctx, uint32_t index) const
+    {
+        // Acquire: as in `await_message`.
+        return ld_acquire_sys(full(index)) >= message_tag(ctx.epoch, index);
+    }
+
+    // Waits until the slot of message `index` may be written.
+    __device__ bool await_room(const Context &ctx, uint32_t receiver, uint32_t index, uint32_t site) const
+    {
+        if (index < slots) {
+            // The call's first lap: the last call took all its messages out before it ended.
+            return true;
+        }
+        uint64_t expected = message_tag(ctx.epoch, index - slots), seen = 0;
+        // Acquire: pairs with the release in `put_back`; the receiver reads the slot no more.
+        return wait_until(
+            ctx, site, receiver, expected, [&] { return (seen = ld_acquire_sys(taken + index % slots)) >= expected; },
+            [&] { return seen; });
+    }
+
+    // Waits until message `index` is in its slot.
+    __device__ bool await_message(const Context &ctx, uint32_t source, uint32_t index, uint32_t site) const
+    {
+        uint64_t expected = message_tag(ctx.epoch, index), seen = 0;
+        // Acquire: pairs with the release of the `full` word by the source; makes the message visible.
+        return wait_until(
+            ctx, site, source, expected, [&] { return (seen = ld_acquire_sys(full(index))) >= expected; },
+            [&] { return seen; });
+    }
+
+    // Says that the slot of message `index` may be written again.
+    __device__ void put_back(const Context &ctx, uint32_t index) const
+    {
+        // Release: pairs with the acquire in `await_room`.
+        st_release_sys(taken + index % slots, message_tag(ctx.epoch, index));
+    }
+};
+
+} // namespace ep

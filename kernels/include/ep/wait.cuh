@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// wait.cuh: waiting with a deadline and an abort word, and what happens when a wait fails. Nothing traps:
+// the first error becomes a record, every block leaves, and the context lives on.
+#pragma once
+
+#include "ep/args.h"
+#include "ep/ptx.cuh"
+
+namespace ep {
+
+enum : int32_t { kErrTimeout = 200, kErrAborted = 202 };
+
+// What a call knows of its group, in every thread.
+struct Context {
+    const ep_cuda_group_t &group;
+    ep_cuda_lane_t *lane;
+    uint64_t epoch;
+    uint64_t deadline_ns;
+
+    __device__ explicit Context(const ep_cuda_group_t &g)
+        : group(g),
+          lane(reinterpret_cast<ep_cuda_lane_t *>(g.state)),
+          // Advanced by the last block of a call only, after all its blocks read it.
+          epoch(*reinterpret_cast<volatile uint64_t *>(g.state) + 1),
+          deadline_ns(global_timer_ns() + g.timeout_ns)
+    {
+    }
+
+    __device__ ep_cuda_report_t *report() const { return reinterpret_cast<ep_cuda_report_t *>(group.report); }
+
+    __device__ ep_wire_error_t *error_of(uint32_t rank) const
+    {
+        return reinterpret_cast<ep_wire_error_t *>(group.segments[rank] + group.error_offset);
+    }
+
+    __device__ ep_wire_line_t *line_of(uint32_t owner, uint32_t writer) const
+    {
+        return reinterpret_cast<ep_wire_line_t *>(group.segments[owner] + group.line_offset +
+                                                  writer * EP_WIRE_LINE_BYTES);
+    }
+
+    __device__ ep_wire_desc_t *desc_of(uint32_t owner, uint32_t writer) const
+    {
+        uint64_t slot = uint64_t(writer) * EP_WIRE_DEPTH + epoch % EP_WIRE_DEPTH;
+        return reinterpret_cast<ep_wire_desc_t *>(group.segments[owner] + group.desc_offset +
+                                                  slot * group.desc_stride);
+    }
+};
+
+// Writes a record into a rank's memory unless one is there.
+__device__ inline void write_error(ep_wire_error_t *error, int32_t status, uint32_t site, int32_t rank, int32_t peer,
+                                   int32_t lane, uint64_t epoch)
+{
+    if (atomicCAS_system(&error->state, 0u, 1u) != 0) {
+        return;
+    }
+    error->status = status;
+    error->rank = rank;
+    error->peer = peer;
+    error->lane = lane;
+    error->reserved = site;
+    error->epoch = epoch;
+    // Release: pairs with the acquire in `adopt_error`; publishes the record.
+    st_release_sys(&error->state, 2u);
+}
+
+// Tells this rank's host.
+__device__ inline void write_report(ep_cuda_report_t *report, int32_t status, uint32_t site, int32_t rank,
+                                    int32_t peer, int32_t lane, uint64_t epoch, uint64_t expected, uint64_t seen)
+{
+    if (atomicCAS_system(&report->state, 0u, 1u) != 0) {
+        return;
+    }
+    report->status = status;
+    report->site = site;
+    report->rank = rank;
+    report->peer = peer;
+    report->lane = lane;
+    report->epoch = epoch;
+    report->expected = expected;
+    report->seen = seen;
+    // Release: pairs with the host's acquire load of `state`; publishes the record.
+    st_release_sys(&report->state, 2u);
+}
+
+// The group is broken by what this thread saw: records it here first, then with every peer.
+__device__ inline void fail(const Context &ctx, int32_t status, uint32_t site, int32_t peer, uint64_t expected,
+                            uint64_t seen)
+{
+    int32_t rank = int32_t(ctx.group.rank), lane = int32_t(ctx.group.lane);
+    atomicExch(&ctx.lane->verdict, uint32_t(EP_CUDA_VERDICT_BROKEN));
+    write_error(ctx.error_of(ctx.group.rank), status, site, rank, peer, lane, ctx.epoch);
+    write_report(ctx.report(), status, site, rank, peer, lane, ctx.epoch, expected, seen);
+    for (uint32_t other = 0; other < ctx.group.num_ranks; ++other) {
+        write_error(ctx.error_of(other), status, site, rank, peer, lane, ctx.epoch);
+    }
+}
+
+// A peer's record, or the host's abort: becomes this rank's report.
+__device__ inline void adopt_error(const Context &ctx)
+{
+    ep_wire_error_t *error = ctx.error_of(ctx.group.rank);
+    // Acquire: pairs with the release in `write_error`.
+    while (ld_acquire_sys(&error->state) == 1u) {
+        if (global_timer_ns() > ctx.deadline_ns) {
+            break;
+        }
+    }
+    atomicExch(&ctx.lane->verdict, uint32_t(EP_CUDA_VERDICT_BROKEN));
+    write_report(ctx.report(), error->status, error->reserved, error->rank, error->peer, error->lane, error->epoch, 0,
+                 0);
+}
+
+// True if the group is broken, here or by a peer.
+__device__ inline bool is_broken(const Context &ctx)
+{
+    return ld_relaxed_sys(&ctx.error_of(ctx.group.rank)->state) != 0u;
+}
+
+// Polls `ready` until it holds. False: the deadline passed or the group broke, and that is recorded.
+template <typename Ready, typename Seen>
+__device__ inline bool wait_until(const Context &ctx, uint32_t site, uint32_t peer, uint64_t expected, Ready ready,
+                                  Seen seen)
+{
+    for (uint32_t polls = 1; !ready(); ++polls) {
+        if (polls % 256 != 0) {
+            continue;
+        }
+        if (is_broken(ctx)) {
+            adopt_error(ctx);
+            return false;
+        }
+        if (ld_relaxed_sys(&ctx.report()->host_abort) != 0u) {
+            fail(ctx, kErrAborted, site, int32_t(peer), expected, seen());
+            return false;
+        }
+        if (global_timer_ns() > ctx.deadline_ns) {
+            fail(ctx, kErrTimeout, site, int32_t(peer), expected, seen());
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace ep

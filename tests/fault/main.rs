@@ -1,0 +1,28 @@
+//! Faults and resources: ranks that die, hang, come late or disagree, and what calls may cost and leave.
+//!
+//! | module | shows |
+//! |---|---|
+//! | `killed`, `stopped` | processes that die or hang at any point: every survivor names them in time |
+//!
+//! `work` is a workload with its expected results, derived from seeds alone. `threads` and `process` run
+//! ranks as threads and as processes; a test that needs processes runs this binary again. `scene` is one
+//! group of processes of which one comes to harm.
+
+mod alloc;
+mod process;
+mod rng;
+mod scene;
+mod threads;
+mod work;
+
+mod abort;
+mod ending;
+mod killed;
+mod lanes;
+mod many;
+mod mismatch;
+mod perturbed;
+mod residue;
+mod steps;
+mod stopped;
+mod windows;

@@ -1,0 +1,100 @@
+//! Ranks as threads of this process.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ep_core::bootstrap::LocalBootstrap;
+use ep_core::config::GroupConfig;
+use ep_core::engine::Group;
+use ep_core::perturb::Perturb;
+
+/// Generous: for what must succeed, on any machine.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// A config with a deadline and, for tests that fill rings, the smallest ones.
+pub(crate) fn config(timeout: Duration) -> GroupConfig {
+    GroupConfig {
+        timeout_ms: timeout.as_millis() as u32,
+        max_local_experts: 16,
+        ring_bytes: 1,
+        ..GroupConfig::default()
+    }
+}
+
+/// Runs `body` as each rank of a group, and returns what the ranks return.
+pub(crate) fn run<T: Send>(
+    num_ranks: usize,
+    config: &GroupConfig,
+    perturb: impl Fn(usize) -> Perturb + Sync,
+    body: impl Fn(&Arc<Group>) -> T + Sync,
+) -> Vec<T> {
+    let bootstraps = LocalBootstrap::group(num_ranks);
+    thread::scope(|scope| {
+        let (perturb, body) = (&perturb, &body);
+        let ranks: Vec<_> = bootstraps
+            .into_iter()
+            .enumerate()
+            .map(|(rank, bootstrap)| {
+                scope.spawn(move || {
+                    let deadline = Instant::now() + LONG;
+                    let group = Group::create_perturbed(config, Box::new(bootstrap), deadline, perturb(rank));
+                    body(&group.expect("the group is made"))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
+}
+
+/// As [`run`], without disturbances.
+pub(crate) fn run_calm<T: Send>(
+    num_ranks: usize,
+    timeout: Duration,
+    body: impl Fn(&Arc<Group>) -> T + Sync,
+) -> Vec<T> {
+    run(num_ranks, &config(timeout), |_| Perturb::none(), body)
+}
+
+/// Ends the process, and says where, unless it is dropped in time: a hang is a failure, not a wait.
+pub(crate) struct Watchdog {
+    _alive: Sender<()>,
+}
+
+impl Watchdog {
+    pub(crate) fn new(what: impl Into<String>, limit: Duration) -> Watchdog {
+        let (alive, dropped) = channel::<()>();
+        let what = what.into();
+        thread::spawn(move || {
+            if dropped.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{what} hangs: it is not over after {limit:?}");
+                std::process::abort();
+            }
+        });
+        Watchdog { _alive: alive }
+    }
+}
+
+#[test]
+fn the_workload_is_right_in_every_layout_and_place() {
+    use ep_core::config::Layout;
+
+    use crate::work::{Member, Place, Shape};
+
+    let _watchdog = Watchdog::new("the workload", LONG);
+    for num_ranks in [1, 2, 5] {
+        for layout in [Layout::Flat, Layout::ExpertMajor] {
+            for place in [Place::Window, Place::Ring] {
+                for shape in [Shape::small, Shape::large] {
+                    run_calm(num_ranks, LONG, |group| {
+                        let mut member = Member::new(group, shape(num_ranks, layout, place)).unwrap();
+                        for seed in 0..3 {
+                            member.round(seed).unwrap();
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
