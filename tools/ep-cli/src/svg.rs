@@ -121,11 +121,10 @@ impl Chart {
         line(svg, (x.from, y.from), (x.from, y.to), "#222");
         text(svg, ((x.from + x.to) / 2.0, HEIGHT - 16.0), "middle", &self.x);
         let middle = (y.from + y.to) / 2.0;
-        let _ = writeln!(
-            svg,
-            "<text x=\"20\" y=\"{middle:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 20 {middle:.1})\">{}</text>",
-            escape(&self.y)
-        );
+        let turned = format!("transform=\"rotate(-90 20 {middle:.1})\"");
+        let name = escape(&self.y);
+        let _ =
+            writeln!(svg, "<text x=\"20\" y=\"{middle:.1}\" text-anchor=\"middle\" {turned}>{name}</text>");
     }
 }
 

@@ -1,5 +1,6 @@
 //! The parent's side of a measurement: rounds of calls and copies, taken in turns, until there are enough.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
@@ -15,7 +16,7 @@ use crate::launch::Ranks;
 use crate::rank::Job;
 
 /// How long, and how often, to measure.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Effort {
     /// At least so many calls.
     pub(crate) min_calls: usize,
@@ -23,8 +24,8 @@ pub(crate) struct Effort {
     pub(crate) time: Duration,
     /// Deadline of everything that waits.
     pub(crate) timeout: Duration,
-    /// Whether the MPI peer runs too.
-    pub(crate) mpi: bool,
+    /// The program of the MPI peer, if it runs too.
+    pub(crate) mpi: Option<PathBuf>,
 }
 
 /// What was found out about a shape.
@@ -74,9 +75,9 @@ pub(crate) fn measure(
     let calls = calls_per_round(&first, effort);
     let mut copies = finalists(&mut driver, shape)?;
     let mut peer = None;
-    if effort.mpi && shape.op != Op::Plan {
+    if let Some(program) = effort.mpi.as_deref().filter(|_| shape.op != Op::Plan) {
         progress("starting the MPI peer", 0.0);
-        let mut started = Peer::start(shape, effort.timeout)?;
+        let mut started = Peer::start(program, shape, effort.timeout)?;
         started.run(0, 3)?;
         peer = Some((started, Samples::default()));
     }
