@@ -110,7 +110,7 @@ impl Chart {
         for &tick in x_ticks {
             let at = x.place(tick);
             line(svg, (at, y.from), (at, y.to), "#e4e4e4");
-            text(svg, (at, y.from + 18.0), "middle", &number(tick));
+            text(svg, (at, y.from + 18.0), "middle", &tick.to_string());
         }
         for tick in y.ticks() {
             let at = y.place(tick);
@@ -175,7 +175,7 @@ mod tests {
             let x: f64 = circle.split('"').next().and_then(|x| x.parse().ok()).unwrap();
             assert!((LEFT..=WIDTH - RIGHT).contains(&x));
         }
-        assert!(svg.contains("a &lt; b &amp; c") && svg.contains(">4.096k<") && svg.ends_with("</svg>\n"));
+        assert!(svg.contains("a &lt; b &amp; c") && svg.contains(">4096<") && svg.ends_with("</svg>\n"));
         assert!(!svg.contains("NaN") && !svg.contains("inf"));
     }
 
