@@ -118,6 +118,11 @@ mod tests {
         BUDGET.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()).map(line).collect()
     }
 
+    /// A `*` at the end of a pattern stands for anything.
+    fn fits(pattern: &str, name: &str) -> bool {
+        pattern.strip_suffix('*').map_or(pattern == name, |prefix| name.starts_with(prefix))
+    }
+
     #[test]
     fn every_kernel_is_there_and_within_its_budget() {
         let Some(images) = kernels() else {
@@ -131,13 +136,11 @@ mod tests {
         archs.dedup();
         let mut over = Vec::new();
         for arch in archs {
-            for kernel in crate::module::Kernel::all().map(crate::module::Kernel::name) {
-                let of = |list: &'_ [Use<'_>], arch: &str| {
-                    list.iter().position(|entry| entry.kernel == kernel && entry.arch == arch)
-                };
-                let used = &uses[of(&uses, arch).unwrap_or_else(|| panic!("no {kernel} for {arch}"))];
-                let limit = of(&budget, arch).or_else(|| of(&budget, "*"));
-                let limit = &budget[limit.unwrap_or_else(|| panic!("no budget for {kernel}"))];
+            for kernel in crate::module::Kernel::NAMES {
+                let used = uses.iter().find(|used| used.kernel == kernel && used.arch == arch);
+                let used = used.unwrap_or_else(|| panic!("no {kernel} for {arch}"));
+                let limit = budget.iter().find(|limit| fits(limit.kernel, kernel) && fits(limit.arch, arch));
+                let limit = limit.unwrap_or_else(|| panic!("no budget for {kernel} on {arch}"));
                 if used.registers > limit.registers
                     || used.spilled > limit.spilled
                     || used.shared > limit.shared

@@ -15,6 +15,8 @@
 //! Nothing here is linked against CUDA: a machine without a driver gets an error that says so.
 
 pub mod args;
+#[cfg(test)]
+mod args_tests;
 mod check;
 pub mod context;
 pub mod device;

@@ -4,66 +4,70 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult};
-use ep_core::config::{Layout, ReduceOrder};
-use ep_core::host::CombineCall;
-use ep_core::tensor::Dtype;
 use ep_core::{Error, Result, Status};
 
 use crate::context::Context;
 use crate::driver::check;
 use crate::images::images_for;
 
-/// A kernel of the library, by its place in [`NAMES`].
+/// A kernel of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Kernel(usize);
+pub(crate) enum Kernel {
+    PlanCount,
+    PlanPlace,
+    Dispatch,
+    Combine(Element, Sum),
+}
 
-/// The kernels' names in the images. A combine has one per element type and way of adding.
-const NAMES: [&str; 15] = [
-    "ep_plan_count",
-    "ep_plan_place",
-    "ep_dispatch",
-    "ep_combine_bf16_chain",
-    "ep_combine_bf16_ranks",
-    "ep_combine_bf16_nodes",
-    "ep_combine_bf16_nodes_bf16",
-    "ep_combine_f16_chain",
-    "ep_combine_f16_ranks",
-    "ep_combine_f16_nodes",
-    "ep_combine_f16_nodes_bf16",
-    "ep_combine_f32_chain",
-    "ep_combine_f32_ranks",
-    "ep_combine_f32_nodes",
-    "ep_combine_f32_nodes_bf16",
-];
+/// The element type of a combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Element {
+    Bf16,
+    F16,
+    F32,
+}
+
+/// In which steps a combine adds, see `kernels/src/combine.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sum {
+    Chain,
+    Ranks,
+    Nodes,
+    NodesBf16,
+}
 
 impl Kernel {
-    pub(crate) const PLAN_COUNT: Kernel = Kernel(0);
-    pub(crate) const PLAN_PLACE: Kernel = Kernel(1);
-    pub(crate) const DISPATCH: Kernel = Kernel(2);
+    /// Names in the images, in the order of [`Kernel::index`].
+    pub(crate) const NAMES: [&str; 15] = [
+        "ep_plan_count",
+        "ep_plan_place",
+        "ep_dispatch",
+        "ep_combine_bf16_chain",
+        "ep_combine_bf16_ranks",
+        "ep_combine_bf16_nodes",
+        "ep_combine_bf16_nodes_bf16",
+        "ep_combine_f16_chain",
+        "ep_combine_f16_ranks",
+        "ep_combine_f16_nodes",
+        "ep_combine_f16_nodes_bf16",
+        "ep_combine_f32_chain",
+        "ep_combine_f32_ranks",
+        "ep_combine_f32_nodes",
+        "ep_combine_f32_nodes_bf16",
+    ];
 
-    /// The kernel that adds rows as `call` says, of a plan with this layout. Its dtype was checked.
-    pub(crate) fn combine(call: &CombineCall, layout: Layout) -> Kernel {
-        let element = match call.rows.dtype {
-            Dtype::Bf16 => 0,
-            Dtype::F16 => 1,
-            _ => 2,
-        };
-        let how = match (call.order, layout) {
-            (ReduceOrder::TopkSlot, _) | (ReduceOrder::Rank, Layout::Flat) => 0,
-            (ReduceOrder::Rank, Layout::ExpertMajor) => 1,
-            (ReduceOrder::NodeRank, _) => 2 + usize::from(call.wire_bf16),
-        };
-        Kernel(3 + 4 * element + how)
-    }
-
-    /// All of them.
-    pub(crate) fn all() -> impl Iterator<Item = Kernel> {
-        (0..NAMES.len()).map(Kernel)
+    fn index(self) -> usize {
+        match self {
+            Kernel::PlanCount => 0,
+            Kernel::PlanPlace => 1,
+            Kernel::Dispatch => 2,
+            Kernel::Combine(element, sum) => 3 + 4 * element as usize + sum as usize,
+        }
     }
 
     /// Its name in the images.
     pub(crate) fn name(self) -> &'static str {
-        NAMES[self.0]
+        Kernel::NAMES[self.index()]
     }
 }
 
@@ -80,7 +84,7 @@ pub(crate) struct Function {
 pub(crate) struct Kernels {
     context: Arc<Context>,
     modules: Vec<CUmodule>,
-    functions: [Option<Function>; NAMES.len()],
+    functions: [Option<Function>; Kernel::NAMES.len()],
 }
 
 // SAFETY: modules and functions belong to their context, and may be used by any thread.
@@ -101,7 +105,7 @@ impl Kernels {
         let images = images_for(major, minor)?;
         let _entered = context.enter()?;
         let mut kernels =
-            Kernels { context: context.clone(), modules: Vec::new(), functions: [None; NAMES.len()] };
+            Kernels { context: context.clone(), modules: Vec::new(), functions: [None; Kernel::NAMES.len()] };
         for image in images {
             let mut module = std::ptr::null_mut();
             // SAFETY: a context is current; the image is a whole cubin, aligned.
@@ -109,9 +113,8 @@ impl Kernels {
             check(code, format_args!("cuModuleLoadData of {} for {}", image.source, image.arch))?;
             kernels.modules.push(module);
         }
-        for (kernel, function) in Kernel::all().zip(&mut kernels.functions) {
-            *function =
-                find(&kernels.modules, kernel)?.map(|raw| prepare(raw, kernel, shared)).transpose()?;
+        for (name, function) in Kernel::NAMES.into_iter().zip(&mut kernels.functions) {
+            *function = find(&kernels.modules, name)?.map(|raw| prepare(raw, name, shared)).transpose()?;
         }
         Ok(kernels)
     }
@@ -121,7 +124,7 @@ impl Kernels {
     /// # Errors
     /// [`Status::Unsupported`] if the build lacks it.
     pub(crate) fn function(&self, kernel: Kernel) -> Result<Function> {
-        self.functions[kernel.0].ok_or_else(|| {
+        self.functions[kernel.index()].ok_or_else(|| {
             Error::new(Status::Unsupported, format!("this build has no kernel {}", kernel.name()))
         })
     }
@@ -138,15 +141,15 @@ impl Drop for Kernels {
     }
 }
 
-fn find(modules: &[CUmodule], kernel: Kernel) -> Result<Option<CUfunction>> {
-    let name = CString::new(kernel.name()).map_err(|e| Error::invalid(e.to_string()))?;
+fn find(modules: &[CUmodule], kernel: &str) -> Result<Option<CUfunction>> {
+    let name = CString::new(kernel).map_err(|e| Error::invalid(e.to_string()))?;
     for module in modules {
         let mut function = std::ptr::null_mut();
         // SAFETY: the module is loaded, the name ends with a NUL.
         match unsafe { sys::cuModuleGetFunction(&mut function, *module, name.as_ptr()) } {
             CUresult::CUDA_ERROR_NOT_FOUND => {}
             code => {
-                check(code, format_args!("cuModuleGetFunction of {}", kernel.name()))?;
+                check(code, format_args!("cuModuleGetFunction of {kernel}"))?;
                 return Ok(Some(function));
             }
         }
@@ -156,9 +159,9 @@ fn find(modules: &[CUmodule], kernel: Kernel) -> Result<Option<CUfunction>> {
 
 /// Loads a function now, so that its first launch does not wait for the kernels that run then, and gives
 /// it all the shared memory there is.
-fn prepare(raw: CUfunction, kernel: Kernel, shared: i32) -> Result<Function> {
+fn prepare(raw: CUfunction, kernel: &str, shared: i32) -> Result<Function> {
     // SAFETY: the function is of a loaded module of the current context.
-    check(unsafe { sys::cuFuncLoad(raw) }, format_args!("cuFuncLoad of {}", kernel.name()))?;
+    check(unsafe { sys::cuFuncLoad(raw) }, format_args!("cuFuncLoad of {kernel}"))?;
     let mut fixed = 0;
     let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
     // SAFETY: as above.
@@ -167,6 +170,21 @@ fn prepare(raw: CUfunction, kernel: Kernel, shared: i32) -> Result<Function> {
     let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     // SAFETY: as above.
     let code = unsafe { sys::cuFuncSetAttribute(raw, attribute, max) };
-    check(code, format_args!("cuFuncSetAttribute of {} to {max} bytes", kernel.name()))?;
+    check(code, format_args!("cuFuncSetAttribute of {kernel} to {max} bytes"))?;
     Ok(Function { raw, max_shared: usize::try_from(max).unwrap_or(0) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_combine_has_the_name_of_its_element_and_sum() {
+        for (element, name) in [(Element::Bf16, "bf16"), (Element::F16, "f16"), (Element::F32, "f32")] {
+            let sums = [Sum::Chain, Sum::Ranks, Sum::Nodes, Sum::NodesBf16];
+            for (sum, how) in sums.into_iter().zip(["chain", "ranks", "nodes", "nodes_bf16"]) {
+                assert_eq!(Kernel::Combine(element, sum).name(), format!("ep_combine_{name}_{how}"));
+            }
+        }
+    }
 }

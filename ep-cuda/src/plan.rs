@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use bytemuck::Zeroable;
-use ep_core::config::{Counts, MAX_PAYLOADS};
+use ep_core::config::{self, Counts, MAX_PAYLOADS, ReduceOrder};
 use ep_core::engine::{DevicePlan, How};
 use ep_core::host::{CombineCall, DispatchCall, UpdateCall};
 use ep_core::plan::PlanShape;
-use ep_core::tensor::Tensor;
+use ep_core::tensor::{Dtype, Tensor};
 use ep_core::wire::Place;
 use ep_core::{Error, Result, Status};
 
@@ -17,7 +17,7 @@ use crate::args::{self, MAX_CHUNKS, MAX_TOPK, Matrix, PLAN_HEADER_BYTES};
 use crate::check;
 use crate::group::{Shared, Start};
 use crate::launch::{self, PLAN_MAX_BINS, launch};
-use crate::module::Kernel;
+use crate::module::{Element, Kernel, Sum};
 use crate::pinned::Pinned;
 use crate::pool::Buffer;
 
@@ -201,6 +201,23 @@ fn plan_args(shape: &PlanShape, layout: &Layout, memory: u64, host_counts: u64) 
     }
 }
 
+/// The kernel that adds as the call says.
+fn combine_kernel(shape: &PlanShape, call: &CombineCall) -> Kernel {
+    let element = match call.rows.dtype {
+        Dtype::F32 => Element::F32,
+        Dtype::F16 => Element::F16,
+        // The engine lets no other dtype through.
+        _ => Element::Bf16,
+    };
+    let sum = match (call.order, shape.layout) {
+        (ReduceOrder::TopkSlot, _) | (ReduceOrder::Rank, config::Layout::Flat) => Sum::Chain,
+        (ReduceOrder::Rank, config::Layout::ExpertMajor) => Sum::Ranks,
+        (ReduceOrder::NodeRank, _) if call.wire_bf16 => Sum::NodesBf16,
+        (ReduceOrder::NodeRank, _) => Sum::Nodes,
+    };
+    Kernel::Combine(element, sum)
+}
+
 /// Words of `host_counts` before the arrays: the update, rows, tokens.
 const COUNTS: usize = 3;
 
@@ -222,7 +239,7 @@ impl DevicePlan for CudaPlan {
             chunk_tokens: chunk_tokens as u32,
             sequence,
         };
-        for kernel in [Kernel::PLAN_COUNT, Kernel::PLAN_PLACE] {
+        for kernel in [Kernel::PlanCount, Kernel::PlanPlace] {
             let shape = launch::plan(kernel, start.num_sms, num_chunks, bins(&self.shape));
             // SAFETY: the context is current, the stream checked, and the tensor's memory vouched for.
             unsafe { self.launch(kernel, shape, &start, &args) }?;
@@ -239,7 +256,7 @@ impl DevicePlan for CudaPlan {
         let args = self.dispatch_args(call, places, start.group);
         let shape = launch::dispatch(start.num_sms);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
-        unsafe { self.launch(Kernel::DISPATCH, shape, &start, &args) }?;
+        unsafe { self.launch(Kernel::Dispatch, shape, &start, &args) }?;
         start.finish()
     }
 
@@ -263,8 +280,9 @@ impl DevicePlan for CudaPlan {
             reserved: 0,
         };
         let shape = launch::combine(start.num_sms);
+        let kernel = combine_kernel(&self.shape, call);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
-        unsafe { self.launch(Kernel::combine(call, self.shape.layout), shape, &start, &args) }?;
+        unsafe { self.launch(kernel, shape, &start, &args) }?;
         start.finish()
     }
 

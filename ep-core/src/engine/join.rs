@@ -39,11 +39,11 @@ struct Hello {
     config: HelloConfig,
     node_id: u32,
     segment: SegmentId,
-    /// Secret of the socket from which the segment's descriptor comes.
-    socket: SegmentId,
     /// The segment in the device's memory.
-    device_segment: SegmentId,
     device_bytes: u64,
+    device_segment: SegmentId,
+    /// Secret of the socket from which the segments' descriptors come.
+    socket: SegmentId,
 }
 
 impl Hello {
