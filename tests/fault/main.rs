@@ -17,6 +17,7 @@ mod threads;
 mod work;
 
 mod abort;
+mod container;
 mod ending;
 mod killed;
 mod lanes;

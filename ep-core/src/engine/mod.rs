@@ -9,6 +9,7 @@ mod handover;
 mod join;
 mod lane;
 mod link;
+mod peer;
 mod plan;
 mod stream;
 mod window;
