@@ -28,6 +28,7 @@ mod one_core;
 mod perturbed;
 mod quiet;
 mod residue;
+mod signals;
 mod soak;
 mod steps;
 mod stopped;
