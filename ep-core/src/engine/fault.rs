@@ -12,7 +12,7 @@ use crate::mem::Words;
 use crate::wire::{ERROR_TEXT, ErrorBody};
 
 const STATE_NONE: u32 = 0;
-const STATE_WRITING: u32 = 1;
+pub(super) const STATE_WRITING: u32 = 1;
 const STATE_SET: u32 = 2;
 
 /// Writes `info` into a rank's segment unless an error is there already.

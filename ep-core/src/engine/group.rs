@@ -1,7 +1,7 @@
 //! A group as one of its ranks sees it: its own segment, its peers' segments, lanes and windows.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
@@ -52,6 +52,9 @@ pub struct Group {
     /// Calls that hold a lane at this moment.
     calls_in_progress: AtomicUsize,
     closed: AtomicBool,
+    /// This rank's error, where a peer has begun to write one into the record here and did not finish: it
+    /// may have died.
+    own_error: OnceLock<ErrorInfo>,
 }
 
 impl Group {
@@ -123,6 +126,7 @@ impl Group {
             perturb,
             calls_in_progress: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            own_error: OnceLock::new(),
             config,
         }))
     }
@@ -176,7 +180,7 @@ impl Group {
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
         let known = self.segments.iter().find_map(fault::read);
         fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
-        let first = fault::read(&self.segments[self.rank]).unwrap_or_else(|| info.clone());
+        let first = self.first_error().unwrap_or_else(|| self.own_error.get_or_init(|| info.clone()).clone());
         for segment in &self.segments {
             fault::record(segment, &first);
         }
@@ -208,7 +212,11 @@ impl Group {
 
     /// The error that broke the group, as this rank reports it.
     pub(crate) fn broken(&self) -> Option<Error> {
-        fault::read(&self.segments[self.rank]).map(|info| fault::as_error(&info, self.rank))
+        self.first_error().map(|info| fault::as_error(&info, self.rank))
+    }
+
+    fn first_error(&self) -> Option<ErrorInfo> {
+        self.own_error.get().cloned().or_else(|| fault::read(&self.segments[self.rank]))
     }
 
     /// Refuses a call on a group that is broken or closed.
@@ -218,7 +226,7 @@ impl Group {
     pub(crate) fn check_usable(&self) -> Result<()> {
         self.check_open()?;
         self.poll_device();
-        match fault::read(&self.segments[self.rank]) {
+        match self.first_error() {
             None => Ok(()),
             Some(info) => {
                 let error = fault::as_error(&info, self.rank);
@@ -249,7 +257,7 @@ impl Group {
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
-        fault::read(&self.segments[self.rank])
+        self.first_error()
     }
 
     /// True once `rank` has left the group or its process has ended.

@@ -5,6 +5,8 @@ mod device;
 mod device_plan;
 mod device_segment;
 mod fault;
+#[cfg(test)]
+mod fault_tests;
 mod group;
 mod handover;
 mod join;

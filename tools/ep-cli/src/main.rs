@@ -3,7 +3,7 @@
 //! | module | duty |
 //! | --- | --- |
 //! | [`cli`] | arguments |
-//! | [`info`], [`demo`], [`bench`] | the commands |
+//! | [`info`], [`demo`], [`mod@bench`] | the commands |
 //! | [`launch`], [`rank`] | rank processes, from outside and from inside |
 //! | [`trace`] | recorded routings |
 //! | [`memory`], [`clock`] | aligned buffers, the barrier, time |

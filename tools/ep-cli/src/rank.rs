@@ -115,3 +115,21 @@ pub(crate) fn reply<T: Serialize>(message: &Reply<T>) -> Result<()> {
     output.write_all(line.as_bytes())?;
     Ok(output.flush()?)
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use ep_core::bootstrap::LocalBootstrap;
+
+    use super::*;
+    use crate::memory::BARRIER_BYTES;
+
+    /// The only member of a group.
+    pub(crate) fn alone() -> Result<Member> {
+        let timeout = Duration::from_secs(10);
+        let bootstrap = LocalBootstrap::group(1).pop().context("a group of one")?;
+        let group = Group::create(&GroupConfig::default(), Box::new(bootstrap), Instant::now() + timeout)?;
+        let file = tempfile::NamedTempFile::new()?;
+        file.as_file().set_len(BARRIER_BYTES)?;
+        Ok(Member { group, barrier: Barrier::open(file.path(), 1)?, timeout })
+    }
+}

@@ -110,7 +110,7 @@ impl Chart {
         for &tick in x_ticks {
             let at = x.place(tick);
             line(svg, (at, y.from), (at, y.to), "#e4e4e4");
-            text(svg, (at, y.from + 18.0), "middle", &number(tick));
+            text(svg, (at, y.from + 18.0), "middle", &tick.to_string());
         }
         for tick in y.ticks() {
             let at = y.place(tick);
@@ -121,11 +121,10 @@ impl Chart {
         line(svg, (x.from, y.from), (x.from, y.to), "#222");
         text(svg, ((x.from + x.to) / 2.0, HEIGHT - 16.0), "middle", &self.x);
         let middle = (y.from + y.to) / 2.0;
-        let _ = writeln!(
-            svg,
-            "<text x=\"20\" y=\"{middle:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 20 {middle:.1})\">{}</text>",
-            escape(&self.y)
-        );
+        let turned = format!("transform=\"rotate(-90 20 {middle:.1})\"");
+        let name = escape(&self.y);
+        let _ =
+            writeln!(svg, "<text x=\"20\" y=\"{middle:.1}\" text-anchor=\"middle\" {turned}>{name}</text>");
     }
 }
 
@@ -176,7 +175,7 @@ mod tests {
             let x: f64 = circle.split('"').next().and_then(|x| x.parse().ok()).unwrap();
             assert!((LEFT..=WIDTH - RIGHT).contains(&x));
         }
-        assert!(svg.contains("a &lt; b &amp; c") && svg.contains(">4.096k<") && svg.ends_with("</svg>\n"));
+        assert!(svg.contains("a &lt; b &amp; c") && svg.contains(">4096<") && svg.ends_with("</svg>\n"));
         assert!(!svg.contains("NaN") && !svg.contains("inf"));
     }
 

@@ -165,3 +165,24 @@ fn ranks_end_with_their_parent() {
     };
     assert!(within_10_s(&|| ranks.iter().all(gone)), "the ranks {ranks:?} are still there");
 }
+
+#[test]
+#[ignore = "compiles the MPI program and runs it: needs Open MPI"]
+fn slow_the_mpi_peer_has_the_same_results_and_a_ratio() {
+    let small = "--hidden 256 --tokens 50 --time 0.05 --iters 5 --json --peer mpi";
+    for (more, num_lines) in [
+        ("dispatch --ranks 3 --experts 20 --dtype bf16,fp8", 2),
+        ("dispatch --with-plan --routing trace:moe256_top8_skewed", 1),
+        ("combine --ranks 4 --dtype bf16,f16,f32", 3),
+        ("dispatch --ranks 1", 1),
+    ] {
+        let lines = json_lines(&succeeds(&format!("bench {more} {small}")));
+        assert_eq!(lines.len(), num_lines);
+        for line in lines {
+            assert_eq!((&line["peer"], &line["verified"]), (&"mpi".into(), &true.into()), "{line}");
+            let (ours, theirs) = (line["p50_us"].as_f64(), line["peer_us"].as_f64());
+            let ratio = line["ratio"].as_f64().expect("a ratio");
+            assert!((ratio - theirs.unwrap() / ours.unwrap()).abs() < 0.01 * ratio + 0.01, "{line}");
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! The parent's side of a measurement: rounds of calls and copies, taken in turns, until there are enough.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
@@ -15,7 +16,7 @@ use crate::launch::Ranks;
 use crate::rank::Job;
 
 /// How long, and how often, to measure.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Effort {
     /// At least so many calls.
     pub(crate) min_calls: usize,
@@ -23,8 +24,8 @@ pub(crate) struct Effort {
     pub(crate) time: Duration,
     /// Deadline of everything that waits.
     pub(crate) timeout: Duration,
-    /// Whether the MPI peer runs too.
-    pub(crate) mpi: bool,
+    /// The program of the MPI peer, if it runs too.
+    pub(crate) mpi: Option<PathBuf>,
 }
 
 /// What was found out about a shape.
@@ -40,16 +41,16 @@ pub(crate) struct Measured {
     pub(crate) bytes: f64,
     /// The calls of the MPI peer, if there is one.
     pub(crate) peer: Option<Samples>,
-    /// The best way to copy as many bytes, and its times; None for a plan.
-    pub(crate) limit: Option<(CopyKind, Samples)>,
+    /// Ways to copy as many bytes, and their times, the best first; none for a plan.
+    pub(crate) copies: Vec<(CopyKind, Samples)>,
     /// What was compared with the reference.
     pub(crate) verified: Verified,
 }
 
 /// Time of one round of calls.
 const ROUND: Duration = Duration::from_millis(250);
-/// Ways to copy that are measured in every round.
-const FINALISTS: usize = 2;
+/// Calls of each way to copy in the trial.
+const TRIAL_CALLS: usize = 5;
 
 /// Measures `shape` with processes of its own. `progress` is told the part that is done.
 ///
@@ -74,9 +75,9 @@ pub(crate) fn measure(
     let calls = calls_per_round(&first, effort);
     let mut copies = finalists(&mut driver, shape)?;
     let mut peer = None;
-    if effort.mpi && shape.op != Op::Plan {
+    if let Some(program) = effort.mpi.as_deref().filter(|_| shape.op != Op::Plan) {
         progress("starting the MPI peer", 0.0);
-        let mut started = Peer::start(shape, effort.timeout)?;
+        let mut started = Peer::start(program, shape, effort.timeout)?;
         started.run(0, 3)?;
         peer = Some((started, Samples::default()));
     }
@@ -108,9 +109,8 @@ pub(crate) fn measure(
     }
     driver.ranks.finish()?;
     copies.sort_by_key(|(_, samples)| samples.percentile(50.0));
-    let limit = copies.into_iter().next();
     let peer = peer.map(|(_, samples)| samples);
-    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, peer, limit, verified })
+    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, peer, copies, verified })
 }
 
 fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
@@ -118,19 +118,19 @@ fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
     (round / samples.percentile(50.0).as_nanos().max(1)).clamp(1, 2000) as usize
 }
 
-/// The ways to copy that were fastest in a short trial.
+/// The ways to copy that had the fastest call in a short trial: one for each kind of source.
 fn finalists(driver: &mut Driver, shape: &Shape) -> Result<Vec<(CopyKind, Samples)>> {
-    if shape.op == Op::Plan {
-        return Ok(Vec::new());
-    }
-    let mut trials = Vec::new();
+    let mut best: Vec<(CopyKind, Samples)> = Vec::new();
     for kind in CopyKind::all(shape.op) {
         driver.run(What::Copy(kind), 0, 1)?;
-        trials.push((kind, driver.run(What::Copy(kind), 0, 3)?));
+        let times = driver.run(What::Copy(kind), 0, TRIAL_CALLS)?;
+        match best.iter_mut().find(|(other, _)| other.reuse == kind.reuse) {
+            Some(other) if times.percentile(0.0) < other.1.percentile(0.0) => *other = (kind, times),
+            Some(_) => {}
+            None => best.push((kind, times)),
+        }
     }
-    trials.sort_by_key(|(_, samples)| samples.percentile(50.0));
-    trials.truncate(FINALISTS);
-    Ok(trials)
+    Ok(best)
 }
 
 /// The time of each call, from when its first rank began until its last rank was done. `spans` has the
@@ -201,7 +201,7 @@ pub(crate) mod tests {
             ours: Samples::new(vec![5000]),
             bytes: 1e6,
             peer: Some(Samples::new(vec![10_000])),
-            limit: Some((copy, Samples::new(vec![4000]))),
+            copies: vec![(copy, Samples::new(vec![4000]))],
             verified: Verified { compared: 10, total: 10, bytes: 100, checksum: 0 },
         }
     }

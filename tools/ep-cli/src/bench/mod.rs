@@ -3,7 +3,7 @@
 //! | module | duty |
 //! | --- | --- |
 //! | [`sweep`], [`shape`], [`routing`] | what is measured |
-//! | [`measure`], [`stats`] | the parent: rounds, times, percentiles |
+//! | [`mod@measure`], [`stats`] | the parent: rounds, times, percentiles |
 //! | [`rank`], [`limit`], [`verify`] | the ranks: calls, copies to compare with, the check of results |
 //! | [`mpi`] | the MPI peer |
 //! | [`report`], [`plot`] | JSON, the table, the chart |
@@ -45,7 +45,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         min_calls: args.iters,
         time: if args.quick { QUICK_TIME } else { Duration::from_secs_f64(args.time) },
         timeout: Duration::from_secs(args.timeout),
-        mpi: args.peer == Some(PeerKind::Mpi),
+        mpi: match args.peer {
+            Some(PeerKind::Mpi) => Some(mpi::build()?),
+            None => None,
+        },
     };
     let mut results = Vec::new();
     for (number, shape) in shapes.iter().enumerate() {

@@ -31,7 +31,7 @@ fn chart(measured: &[Measured]) -> Chart {
         if shape.layout == RowOrder::ExpertMajor {
             name.push_str(" expert-major");
         }
-        let limit = one.limit.as_ref().map(|(_, samples)| samples);
+        let limit = one.copies.first().map(|(_, samples)| samples);
         let lines: [(String, Option<&Samples>, bool); 3] = [
             (name.clone(), Some(&one.ours), false),
             (format!("{name}: MPI"), one.peer.as_ref(), true),

@@ -2,9 +2,10 @@
 
 use serde::Serialize;
 
+use super::limit::CopyKind;
 use super::measure::Measured;
 use super::shape::RowOrder;
-use super::stats::micros;
+use super::stats::{Samples, micros};
 use crate::table::{Align, Table};
 
 /// One line of `--json`.
@@ -25,6 +26,7 @@ pub(crate) struct Line {
     routing: String,
     with_plan: bool,
     calls: usize,
+    min_us: f64,
     p50_us: f64,
     p99_us: f64,
     /// Summed over the ranks.
@@ -34,6 +36,9 @@ pub(crate) struct Line {
     limit_us: Option<f64>,
     limit_gbs: Option<f64>,
     of_limit: Option<f64>,
+    /// The same where every source byte is read once only, as by a copy of an array.
+    distinct_limit_gbs: Option<f64>,
+    of_distinct_limit: Option<f64>,
     peer: Option<&'static str>,
     peer_us: Option<f64>,
     peer_p99_us: Option<f64>,
@@ -55,7 +60,11 @@ impl Line {
         let shape = &measured.shape;
         let p50 = micros(measured.ours.percentile(50.0));
         let peer = measured.peer.as_ref();
-        let limit_us = measured.limit.as_ref().map(|(_, samples)| micros(samples.percentile(50.0)));
+        let limit = measured.copies.first();
+        let time = |(_, samples): &(CopyKind, Samples)| micros(samples.percentile(50.0));
+        let limit_us = limit.map(time);
+        let distinct_us = measured.copies.iter().find(|(kind, _)| !kind.reuse).map(time);
+        let gbs = |us: f64| rounded(measured.bytes / us / 1e3, 3);
         Line {
             op: shape.op.to_string(),
             device: "host",
@@ -72,14 +81,17 @@ impl Line {
             routing: shape.routing.to_string(),
             with_plan: shape.with_plan,
             calls: measured.ours.len(),
+            min_us: rounded(micros(measured.ours.percentile(0.0)), 1),
             p50_us: rounded(p50, 1),
             p99_us: rounded(micros(measured.ours.percentile(99.0)), 1),
             bytes: measured.bytes.round(),
-            gbs: rounded(measured.bytes / p50 / 1e3, 3),
-            limit: measured.limit.as_ref().map(|(kind, _)| format!("{kind}, {} processes", shape.ranks)),
+            gbs: gbs(p50),
+            limit: limit.map(|(kind, _)| format!("{kind}, {} processes", shape.ranks)),
             limit_us: limit_us.map(|us| rounded(us, 1)),
-            limit_gbs: limit_us.map(|us| rounded(measured.bytes / us / 1e3, 3)),
+            limit_gbs: limit_us.map(gbs),
             of_limit: limit_us.map(|us| rounded(us / p50, 3)),
+            distinct_limit_gbs: distinct_us.map(gbs),
+            of_distinct_limit: distinct_us.map(|us| rounded(us / p50, 3)),
             peer: peer.map(|_| "mpi"),
             peer_us: peer.map(|samples| rounded(micros(samples.percentile(50.0)), 1)),
             peer_p99_us: peer.map(|samples| rounded(micros(samples.percentile(99.0)), 1)),

@@ -162,3 +162,48 @@ fn terms(routing: &Routing, me: usize, shape: &Shape) -> Vec<Vec<Term>> {
     }
     terms
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::measure::tests::measured;
+    use crate::rank::tests::alone;
+
+    fn rank(op: Op, layout: RowOrder) -> Result<BenchRank> {
+        let shape = measured(30).shape;
+        BenchRank::new(Shape { op, ranks: 1, hidden: 40, layout, routings: 2, ..shape }, alone()?)
+    }
+
+    #[test]
+    fn a_wrong_byte_of_a_dispatch_is_found() -> Result<()> {
+        for layout in [RowOrder::Flat, RowOrder::ExpertMajor] {
+            let mut rank = rank(Op::Dispatch, layout)?;
+            let whole = verify(&mut rank, 1)?;
+            assert_eq!(whole.compared, whole.total);
+            let routing = for_reference(&rank.shape, 1, vec![0])?;
+            let again = dispatched(&rank, 1, &routing)?;
+            assert_eq!(again.checksum, whole.checksum);
+            rank.out_weights.as_mut_slice()[5] ^= 1;
+            let error = dispatched(&rank, 1, &routing).expect_err("a weight is wrong");
+            assert!(error.to_string().contains("weight"), "{error}");
+            rank.rows.poison(0, 1);
+            let error = dispatched(&rank, 1, &routing).expect_err("a row is wrong");
+            assert!(error.to_string().contains("row 0 of payload 0"), "{error}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_wrong_byte_of_a_combine_is_found() -> Result<()> {
+        for layout in [RowOrder::Flat, RowOrder::ExpertMajor] {
+            let mut rank = rank(Op::Combine, layout)?;
+            let whole = verify(&mut rank, 1)?;
+            assert_eq!((whole.compared, whole.total), (30, 30));
+            rank.combined.as_mut_slice()[29 * 80] ^= 1;
+            let routing = for_reference(&rank.shape, 1, vec![0])?;
+            let error = combined(&rank, 1, &routing).expect_err("a sum is wrong");
+            assert!(error.to_string().contains("token 29"), "{error}");
+        }
+        Ok(())
+    }
+}

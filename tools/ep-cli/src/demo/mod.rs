@@ -149,3 +149,41 @@ fn verify_both(inputs: &Inputs, sheets: &[[Sheet; 2]], done: &[[Done; 2]]) -> Re
         Ok([flat, expert_major])
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::demo::sheet::Part;
+    use crate::rank::tests::alone;
+
+    #[test]
+    fn a_single_wrong_bit_is_found_wherever_it_is() -> Result<()> {
+        let traces = vec![Trace::load("moe64_top8_balanced")?];
+        let names = vec![traces[0].name.to_string()];
+        let job = DemoJob { ranks: 1, tokens: 20, hidden: 24, traces: names, layers: 1 };
+        let step = Step { trace: 0, layer: 0 };
+        let mut rank = DemoRank::new(job.clone(), alone()?)?;
+        let done = [rank.step(step)?];
+        let sheets = open_sheets(&job, &traces, &[rank.ready()?])?;
+        let inputs = Inputs::new(&job, &traces[0], step, &[0])?;
+        let bytes = verify_both(&inputs, &sheets, &done)?;
+        assert!(bytes.iter().all(|&bytes| bytes > (20 * 48 * 2) as u64), "{bytes:?}");
+
+        let flip = |layout: usize, part: Part, at: usize| {
+            // SAFETY: the place is inside the part, and nobody else looks at it now.
+            unsafe { *sheets[0][layout].address::<u8>(part).add(at) ^= 1 }
+        };
+        let both =
+            [Part::Rows, Part::Weights, Part::SrcRank, Part::SrcToken, Part::Numbers, Part::RowsPerExpert];
+        let parts = both.iter().flat_map(|&part| [(0, part), (1, part)]);
+        let alone = [(0, Part::Ids), (1, Part::SrcSlot), (1, Part::ExpertOffsets)];
+        for (layout, part) in parts.chain(alone).chain([(0, Part::Combined), (1, Part::Combined)]) {
+            flip(layout, part, 17);
+            let error = verify_both(&inputs, &sheets, &done).expect_err("a bit is wrong");
+            assert!(error.to_string().contains("differ first at row"), "{part:?}: {error}");
+            flip(layout, part, 17);
+        }
+        verify_both(&inputs, &sheets, &done)?;
+        Ok(())
+    }
+}

@@ -96,9 +96,7 @@ impl DemoRank {
     /// # Errors
     /// The first error of a call.
     pub(crate) fn serve(&mut self) -> Result<()> {
-        let node = self.member.group.info().node;
-        let sheets = [self.sheets[0].file()?, self.sheets[1].file()?];
-        rank::reply(&Reply::Done(Ready { pid: std::process::id(), node, sheets }))?;
+        rank::reply(&Reply::Done(self.ready()?))?;
         while let Some(step) = rank::read()? {
             let done = self.step(step)?;
             rank::reply(&Reply::Done(done))?;
@@ -106,7 +104,14 @@ impl DemoRank {
         Ok(())
     }
 
-    fn step(&mut self, step: Step) -> Result<[Done; 2]> {
+    /// How the parent finds this rank's results.
+    pub(super) fn ready(&self) -> Result<Ready> {
+        let sheets = [self.sheets[0].file()?, self.sheets[1].file()?];
+        Ok(Ready { pid: std::process::id(), node: self.member.group.info().node, sheets })
+    }
+
+    /// One layer of the model, in each layout.
+    pub(super) fn step(&mut self, step: Step) -> Result<[Done; 2]> {
         let rank = self.member.group.rank();
         for (token, row) in self.input.as_mut_slice().chunks_exact_mut(self.job.row_bytes()).enumerate() {
             fill_row(row, Dtype::Bf16, &row_name(step, rank, token));

@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+pub(crate) use build::build;
+
 use anyhow::{Context, Result, anyhow, ensure};
 use tempfile::TempDir;
 
@@ -28,12 +30,11 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Builds and starts the program, for a dispatch or a combine of flat rows.
+    /// Starts `program`, for a dispatch or a combine of flat rows.
     ///
     /// # Errors
-    /// If the program cannot be built or started.
-    pub(crate) fn start(shape: &Shape, timeout: Duration) -> Result<Peer> {
-        let program = build::build()?;
+    /// If it does not start.
+    pub(crate) fn start(program: &Path, shape: &Shape, timeout: Duration) -> Result<Peer> {
         let dir = TempDir::with_prefix("ep-mpi-").context("a temporary directory")?;
         for index in 0..shape.routings {
             for rank in 0..shape.ranks {
@@ -44,7 +45,7 @@ impl Peer {
             }
         }
         let listener = UnixListener::bind(dir.path().join("socket"))?;
-        let mpirun = mpirun(&program, dir.path(), shape).spawn().context("starting mpirun")?;
+        let mpirun = mpirun(program, dir.path(), shape).spawn().context("starting mpirun")?;
         let mut peer = Peer { mpirun, streams: Vec::new(), _dir: dir };
         peer.meet(&listener, shape.ranks, timeout)?;
         Ok(peer)
