@@ -30,7 +30,7 @@ pub(crate) fn chunks(tokens: usize) -> (usize, usize) {
 /// Shape of the plan kernels. `bins`: experts and ranks.
 pub(crate) fn plan(kernel: Kernel, sms: usize, chunks: usize, bins: usize) -> Shape {
     // The second kernel has one more piece of work: to talk to the peers.
-    let work = if kernel == Kernel::PLAN_PLACE { chunks + 1 } else { chunks.max(1) };
+    let work = if kernel == Kernel::PlanPlace { chunks + 1 } else { chunks.max(1) };
     // EP_PLAN_SHARED_BYTES
     Shape { grid: sms.min(work), block: PLAN_THREADS, shared: PLAN_THREADS / 32 * bins * 4 }
 }
