@@ -104,6 +104,10 @@ impl Context {
         Ok(value)
     }
 
+    pub(crate) fn raw(&self) -> CUcontext {
+        self.raw
+    }
+
     /// True if `context` is this one.
     pub(crate) fn is(&self, context: CUcontext) -> bool {
         self.raw == context
