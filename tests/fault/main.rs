@@ -17,6 +17,7 @@ mod threads;
 mod work;
 
 mod abort;
+mod container;
 mod ending;
 mod killed;
 mod lanes;
@@ -27,6 +28,7 @@ mod one_core;
 mod perturbed;
 mod quiet;
 mod residue;
+mod signals;
 mod soak;
 mod steps;
 mod stopped;

@@ -12,6 +12,7 @@ mod handover;
 mod join;
 mod lane;
 mod link;
+mod peer;
 mod plan;
 mod share;
 mod stream;
