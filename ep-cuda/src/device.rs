@@ -9,9 +9,10 @@ use ep_core::mem::DeviceMemory;
 use ep_core::{Error, Result};
 
 use crate::args::MAX_RANKS;
-use crate::context::Context;
+use crate::context::{Context, named};
 use crate::driver::{self, dotted};
 use crate::group::CudaGroup;
+use crate::images::archs;
 use crate::legacy::{self, Legacy};
 use crate::memory::{Mapped, admit};
 use crate::module::Kernels;
@@ -83,6 +84,20 @@ impl CudaDevice {
     pub fn num_sms(&self) -> usize {
         self.num_sms
     }
+}
+
+/// Driver, kernels and devices, for a person. Starts the driver and makes no context.
+///
+/// # Errors
+/// [`ep_core::Status::Unsupported`] saying what is missing.
+pub fn survey() -> Result<String> {
+    let driver = driver::open()?;
+    let names = (0..driver.num_devices).map(|ordinal| {
+        named(i32::try_from(ordinal).unwrap_or(i32::MAX)).map(|(_, name)| format!("{ordinal} {name}"))
+    });
+    let names = names.collect::<Result<Vec<String>>>()?.join(", ");
+    let (version, archs) = (dotted(driver.version), archs().join(", "));
+    Ok(format!("driver for CUDA {version}, kernels for {archs}; devices: {names}"))
 }
 
 /// True if the driver gives out descriptors for memory.
