@@ -15,7 +15,7 @@ help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Install or name what this machine lacks for every other target.
-	@scripts/setup.sh build demo test bench
+	@scripts/setup.sh build demo test bench cuda
 
 build: ## Build the libraries and the `ep` command (release).
 	@scripts/setup.sh build
@@ -26,7 +26,7 @@ demo: ## Run dispatch and combine among processes on this machine and check the 
 	$(CARGO) run --release --locked --quiet -p ep-cli -- demo
 
 test: ## Run every check of scripts/test.sh, then list what ran, failed or was skipped.
-	@scripts/setup.sh test
+	@scripts/setup.sh test cuda
 	@scripts/test.sh
 
 bench: ## Measure this machine; ARGS="..." goes to `ep bench`.

@@ -35,6 +35,8 @@ struct Compiler {
     version: u32,
     /// Of the compiler, the flags and all headers.
     key: u64,
+    /// Where cubins stay for other profiles.
+    kept: PathBuf,
 }
 
 fn main() {
@@ -87,7 +89,7 @@ fn build(root: &Path, kernels: &Path, out: &Path) -> Result<Built, Failure> {
     if sources.is_empty() {
         return Err(Failure::Absent(String::from("kernels/src has no .cu file")));
     }
-    let compiler = Compiler::find(root, kernels)?;
+    let compiler = Compiler::find(root, kernels, out)?;
     let archs = env::var("EP_CUDA_ARCHS").unwrap_or_default();
     let archs = if archs.is_empty() { ARCHS } else { archs.as_str() };
     let mut jobs = Vec::new();
@@ -128,7 +130,7 @@ fn files_below(dir: &Path, extension: &str) -> Vec<PathBuf> {
 }
 
 impl Compiler {
-    fn find(root: &Path, kernels: &Path) -> Result<Compiler, Failure> {
+    fn find(root: &Path, kernels: &Path, out: &Path) -> Result<Compiler, Failure> {
         let nvcc = find_nvcc(root).map_err(Failure::Absent)?;
         let output = Command::new(&nvcc).arg("--version").output();
         let output = output.map_err(|e| Failure::Broken(format!("{}: {e}", nvcc.display())))?;
@@ -142,7 +144,10 @@ impl Compiler {
         for header in files_below(&include, "").iter().chain(&files_below(&kernels.join("src"), "cuh")) {
             (header, fs::read(header).unwrap_or_default()).hash(&mut hasher);
         }
-        Ok(Compiler { nvcc, include, version, key: hasher.finish() })
+        // Of `target/<profile>/build/<package>/out`: cargo clean removes it.
+        let kept = out.ancestors().nth(4).unwrap_or(out).join("kernels");
+        fs::create_dir_all(&kept).map_err(|e| Failure::Broken(format!("{}: {e}", kept.display())))?;
+        Ok(Compiler { nvcc, include, version, key: hasher.finish(), kept })
     }
 }
 
@@ -181,14 +186,27 @@ impl Job {
         self.cubin.with_extension("log")
     }
 
+    /// Compiles, or takes what another profile of the same tree compiled.
     fn run(&self, compiler: &Compiler) -> Result<(), String> {
         let mut hasher = DefaultHasher::new();
         (compiler.key, fs::read(&self.source).unwrap_or_default()).hash(&mut hasher);
-        let key = format!("{:016x}", hasher.finish());
-        let key_file = self.cubin.with_extension("key");
-        if self.cubin.is_file() && fs::read_to_string(&key_file).is_ok_and(|have| have == key) {
-            return Ok(());
+        let name = format!("{}.{}.{:016x}", stem(&self.source), self.arch, hasher.finish());
+        let kept = |extension: &str| compiler.kept.join(format!("{name}.{extension}"));
+        let (cubin, log) = (kept("cubin"), kept("log"));
+        if !cubin.is_file() || !log.is_file() {
+            self.compile(compiler, &cubin, &log)?;
         }
+        let copy = |from: &Path, to: &Path| {
+            fs::copy(from, to).map_err(|e| format!("copying {} to {}: {e}", from.display(), to.display()))
+        };
+        copy(&log, &self.log())?;
+        copy(&cubin, &self.cubin)?;
+        Ok(())
+    }
+
+    fn compile(&self, compiler: &Compiler, cubin: &Path, log: &Path) -> Result<(), String> {
+        // Moved to its place when it is whole: another build may look there.
+        let part = cubin.with_extension(format!("{}.part", std::process::id()));
         let code = format!("-gencode=arch={},code={}", self.arch.replace("sm_", "compute_"), self.arch);
         let output = Command::new(&compiler.nvcc)
             .args(FLAGS)
@@ -196,7 +214,7 @@ impl Job {
             .arg("-I")
             .arg(&compiler.include)
             .arg("-o")
-            .arg(&self.cubin)
+            .arg(&part)
             .arg(&self.source)
             .output()
             .map_err(|e| format!("{}: {e}", compiler.nvcc.display()))?;
@@ -212,8 +230,8 @@ impl Job {
         for line in said.lines().filter(|line| line.to_ascii_lowercase().contains("warning")) {
             println!("cargo::warning={} {}: {line}", stem(&self.source), self.arch);
         }
-        fs::write(self.log(), said).map_err(|e| e.to_string())?;
-        fs::write(key_file, key).map_err(|e| e.to_string())
+        fs::write(log, said).map_err(|e| format!("{}: {e}", log.display()))?;
+        fs::rename(&part, cubin).map_err(|e| format!("{}: {e}", cubin.display()))
     }
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has what libep needs, and installs what is missing.
 #
-#   scripts/setup.sh SET...      SET: build demo bench lint test
+#   scripts/setup.sh SET...      SET: build demo bench lint test cuda
 #
 # Quiet when nothing is missing. Missing Debian packages are installed as root or through
 # passwordless sudo; otherwise the one command to run is printed and the exit status is 1.
@@ -94,9 +94,10 @@ install_packages() {
     rm -f "$log"
 }
 
-[ $# -gt 0 ] || { say "usage: scripts/setup.sh SET...   SET: build demo bench lint test"; exit 2; }
+[ $# -gt 0 ] || { say "usage: scripts/setup.sh SET...   SET: build demo bench lint test cuda"; exit 2; }
 
 rust_components=0
+cuda=0
 for set in "$@"; do
     case $set in
     build | demo | bench)
@@ -116,8 +117,15 @@ for set in "$@"; do
         need mpirun openmpi-bin
         need mpicc libopenmpi-dev
         ;;
+    cuda)
+        cuda=1
+        need python3 python3 python3-venv
+        # Debian's python3 has venv without what fills one.
+        ! have python3 || python3 -c 'import ensurepip' 2>/dev/null || packages+=(python3-venv)
+        need g++ g++
+        ;;
     *)
-        say "scripts/setup.sh: unknown set '$set'; known: build demo bench lint test"
+        say "scripts/setup.sh: unknown set '$set'; known: build demo bench lint test cuda"
         exit 2
         ;;
     esac
@@ -126,3 +134,5 @@ done
 check_rust
 [ "$rust_components" = 1 ] && check_rust_components
 install_packages
+# The compiler of the CUDA kernels: that of the machine, or the registry's wheel.
+[ "$cuda" = 0 ] || scripts/cuda.sh >/dev/null

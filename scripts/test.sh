@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 cargo=${CARGO:-cargo}
 logs=$PWD/target/test-logs
-all_steps=(fmt clippy doc test slow install bench)
+all_steps=(fmt clippy doc test kernels slow install bench)
 
 title_of() {
     case $1 in
@@ -19,6 +19,7 @@ title_of() {
     clippy) echo "clippy, warnings are errors" ;;
     doc) echo "rustdoc, warnings are errors" ;;
     test) echo "cargo test --workspace" ;;
+    kernels) echo "CUDA kernels: all architectures, budget" ;;
     slow) echo "slow tests, release build" ;;
     install) echo "make install, C and C++ consumers" ;;
     bench) echo "benchmark smoke run" ;;
@@ -59,6 +60,16 @@ step_doc() {
 
 step_test() {
     cargo_tests --workspace
+}
+
+# Compiling needs no GPU: ep-cuda/build.rs has done it, this looks at the result.
+step_kernels() {
+    local out=$logs/$step.cargo
+    "$cargo" test --locked -p ep-cuda --lib -- --nocapture images:: 2>&1 | tee "$out"
+    local missing
+    missing=$(sed -n 's/^skipped: //p' "$out" | head -n 1)
+    [ -z "$missing" ] || skip "$missing"
+    note "$(sed -n 's/^kernels: //p' "$out" | head -n 1)"
 }
 
 # A slow test is named slow_* and is #[ignore]d, so that a plain `cargo test` stays quick.

@@ -36,14 +36,7 @@ impl Context {
                 format!("CUDA device {ordinal} does not exist, there are {}", driver.num_devices),
             ));
         }
-        let mut device = 0;
-        // SAFETY: the driver is open.
-        check(unsafe { sys::cuDeviceGet(&mut device, ordinal) }, "cuDeviceGet")?;
-        let mut name = [0 as c_char; 128];
-        // SAFETY: the array is as long as said; its last byte stays 0.
-        check(unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 127, device) }, "cuDeviceGetName")?;
-        // SAFETY: it ends with a NUL, see above.
-        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let (device, name) = named(ordinal)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the driver is open, the device exists.
         let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
@@ -104,10 +97,26 @@ impl Context {
         Ok(value)
     }
 
+    pub(crate) fn raw(&self) -> CUcontext {
+        self.raw
+    }
+
     /// True if `context` is this one.
     pub(crate) fn is(&self, context: CUcontext) -> bool {
         self.raw == context
     }
+}
+
+/// A device by its ordinal, and its name.
+pub(crate) fn named(ordinal: i32) -> Result<(CUdevice, String)> {
+    let mut device = 0;
+    // SAFETY: the driver is open, as its callers see to.
+    check(unsafe { sys::cuDeviceGet(&mut device, ordinal) }, "cuDeviceGet")?;
+    let mut name = [0 as c_char; 128];
+    // SAFETY: the array is longer than said, so its last byte stays 0.
+    check(unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 127, device) }, "cuDeviceGetName")?;
+    // SAFETY: it ends with a NUL, see above.
+    Ok((device, unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned()))
 }
 
 impl Drop for Context {

@@ -9,9 +9,11 @@ use ep_core::mem::DeviceMemory;
 use ep_core::{Error, Result};
 
 use crate::args::MAX_RANKS;
-use crate::context::Context;
+use crate::context::{Context, named};
 use crate::driver::{self, dotted};
 use crate::group::CudaGroup;
+use crate::images::archs;
+use crate::legacy::{self, Legacy};
 use crate::memory::{Mapped, admit};
 use crate::module::Kernels;
 use crate::pinned::PinnedPool;
@@ -29,6 +31,8 @@ pub struct CudaDevice {
     pub(crate) pinned: Arc<PinnedPool>,
     pub(crate) num_sms: usize,
     driver: u32,
+    /// Peers map this device's memory by legacy IPC.
+    legacy: bool,
 }
 
 /// Devices of this process that are open, by ordinal.
@@ -61,6 +65,7 @@ impl CudaDevice {
             pinned: PinnedPool::new(&context),
             num_sms: usize::try_from(sms).unwrap_or(1).max(1),
             driver: driver.version,
+            legacy: legacy::asked_for()? || !has_descriptors(&context)?,
             context,
         })
     }
@@ -79,6 +84,35 @@ impl CudaDevice {
     pub fn num_sms(&self) -> usize {
         self.num_sms
     }
+}
+
+/// Driver, kernels and devices, for a person. Starts the driver and makes no context.
+///
+/// # Errors
+/// [`ep_core::Status::Unsupported`] saying what is missing.
+pub fn survey() -> Result<String> {
+    let driver = driver::open()?;
+    let names = (0..driver.num_devices).map(|ordinal| {
+        named(i32::try_from(ordinal).unwrap_or(i32::MAX)).map(|(_, name)| format!("{ordinal} {name}"))
+    });
+    let names = names.collect::<Result<Vec<String>>>()?.join(", ");
+    let (version, archs) = (dotted(driver.version), archs().join(", "));
+    Ok(format!("driver for CUDA {version}, kernels for {archs}; devices: {names}"))
+}
+
+/// True if the driver gives out descriptors for memory.
+fn has_descriptors(context: &Context) -> Result<bool> {
+    use CUdevice_attribute as A;
+    let both = [
+        A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    ];
+    for attribute in both {
+        if context.attribute(attribute)? == 0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The device that a group of this thread uses: that of the current context, else `EP_CUDA_DEVICE`, else 0.
@@ -101,7 +135,8 @@ pub fn default_ordinal() -> Result<i32> {
 impl Device for CudaDevice {
     fn describe(&self) -> String {
         let (ordinal, name) = (self.context.ordinal(), self.context.name());
-        format!("CUDA device {ordinal} ({name}, driver for CUDA {})", dotted(self.driver))
+        let note = if self.legacy { format!("; {}", legacy::NOTE) } else { String::new() };
+        format!("CUDA device {ordinal} ({name}, driver for CUDA {}{note})", dotted(self.driver))
     }
 
     fn max_ranks(&self) -> usize {
@@ -113,17 +148,26 @@ impl Device for CudaDevice {
     }
 
     fn allocate(&self, bytes: usize) -> Result<Arc<dyn DeviceMemory>> {
-        let memory = Mapped::allocate(&self.context, bytes)?;
+        let memory: Arc<dyn DeviceMemory> = match self.legacy {
+            true => Arc::new(Legacy::allocate(&self.context, bytes)?),
+            false => Arc::new(Mapped::allocate(&self.context, bytes)?),
+        };
         self.pool.zero(memory.base(), memory.bytes())?;
-        Ok(Arc::new(memory))
+        Ok(memory)
     }
 
     fn import(&self, fd: OwnedFd, bytes: usize) -> Result<Arc<dyn DeviceMemory>> {
-        Ok(Arc::new(Mapped::import(&self.context, fd, bytes)?))
+        match Legacy::import(&self.context, fd, bytes)? {
+            Ok(memory) => Ok(Arc::new(memory)),
+            Err(fd) => Ok(Arc::new(Mapped::import(&self.context, fd, bytes)?)),
+        }
     }
 
     fn admit(&self, memory: &dyn DeviceMemory) -> Result<()> {
-        admit(&self.context, memory.base(), memory.bytes())
+        match memory.owner() {
+            Some(owner) => legacy::admit(&self.context, owner),
+            None => admit(&self.context, memory.base(), memory.bytes()),
+        }
     }
 
     fn join(&self, membership: Membership) -> Result<Box<dyn DeviceGroup>> {

@@ -297,7 +297,7 @@ impl Group {
     fn backend_reason(&self) -> String {
         let why = match self.config.backend {
             BACKEND_HOST => "asked for",
-            _ if self.backend.reason.is_empty() => "this build has no CUDA backend",
+            _ if self.backend.reason.is_empty() => "made there",
             _ => &self.backend.reason,
         };
         let what = self.backend.device.as_ref().map_or(String::from("host"), |device| device.describe());

@@ -182,7 +182,7 @@ fn with_defaults(config: &GroupConfig, backend: &Backend, num_ranks: usize) -> R
                 format!(
                     "EP_BACKEND_CUDA: {}; use EP_BACKEND_HOST or EP_BACKEND_AUTO",
                     if backend.reason.is_empty() {
-                        "this build has no CUDA backend"
+                        "the group is made without a device"
                     } else {
                         &backend.reason
                     }

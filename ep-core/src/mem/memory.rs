@@ -15,6 +15,12 @@ pub trait DeviceMemory: Debug + Send + Sync {
     /// Size in bytes, a multiple of what the device maps.
     fn bytes(&self) -> usize;
 
+    /// The device that the memory was allocated on, if other devices of the process reach it only by
+    /// reaching that device.
+    fn owner(&self) -> Option<i32> {
+        None
+    }
+
     /// A descriptor with which another process maps the memory. None on memory received from one.
     ///
     /// # Errors

@@ -12,7 +12,11 @@ use serde_json::{Value, json};
 use crate::output::say;
 
 /// Environment variables that the library reads, and what they are without being set.
-const SETTINGS: [(&str, &str); 1] = [("EP_BOOTSTRAP_ADDR", "127.0.0.1, any port")];
+const SETTINGS: [(&str, &str); 3] = [
+    ("EP_BOOTSTRAP_ADDR", "127.0.0.1, any port"),
+    ("EP_CUDA_DEVICE", "0, or that of the thread's context"),
+    ("EP_CUDA_LEGACY_IPC", "0: only where the driver has nothing better"),
+];
 
 /// Processor features that the host backend has code for.
 fn features() -> Vec<&'static str> {
@@ -50,6 +54,7 @@ fn probe() -> Result<GroupInfo> {
 
 fn facts() -> Result<Value> {
     let group = probe()?;
+    let cuda = ep_cuda::device::survey();
     let system = rustix::system::uname();
     let name = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
     let settings = SETTINGS.iter().map(|(variable, default)| {
@@ -60,7 +65,7 @@ fn facts() -> Result<Value> {
         "version": env!("CARGO_PKG_VERSION"),
         "backends": {
             "host": { "available": true, "reason": group.backend_reason },
-            "cuda": { "available": false, "reason": "not in this build" },
+            "cuda": { "available": cuda.is_ok(), "reason": cuda.unwrap_or_else(|error| error.message) },
         },
         "transports": {
             "shm": { "available": true, "reason": "ranks of one machine, anonymous shared memory" },
