@@ -7,7 +7,7 @@ use ep_core::config::{CombineInputs, CombineOutputs};
 use super::copy_in::{copy_options, copy_struct};
 use super::guard::{contain, guard};
 use super::plan::pin_plan;
-use super::stream::pin_stream;
+use super::stream::{Queue, StreamObject};
 use super::types::{EpCombineInputs, EpCombineOutputs, EpOptions, EpPlan, EpStatus};
 
 /// `ep_combine`.
@@ -27,11 +27,16 @@ pub unsafe extern "C" fn ep_combine(
         let outputs = combine_outputs(&unsafe { copy_struct(outputs, "outputs") }?);
         // SAFETY: by the header, NULL or the address of options of `struct_size` bytes.
         let options = unsafe { copy_options(options) }?;
-        let stream = pin_stream(stream)?;
-        let stream = stream.as_ref().map(|stream| &stream.stream);
+        let queue = Queue::of(&plan.plan, stream)?;
         contain(&plan.group.group, || {
-            // SAFETY: by the header, inputs and outputs belong to the call until it is done.
-            unsafe { plan.plan.combine(&inputs, &outputs, &options, stream) }
+            // SAFETY: by the header, inputs and outputs belong to the call until it is done, and the stream
+            // is one.
+            unsafe {
+                match &queue {
+                    Queue::Host(pin) => plan.plan.combine(&inputs, &outputs, &options, StreamObject::of(pin)),
+                    Queue::Device(stream) => plan.plan.combine_on(&inputs, &outputs, &options, *stream),
+                }
+            }
         })
     })
 }

@@ -7,7 +7,7 @@ use ep_core::config::{DispatchInputs, DispatchOutputs};
 use super::copy_in::{copy_options, copy_struct};
 use super::guard::{contain, guard};
 use super::plan::pin_plan;
-use super::stream::pin_stream;
+use super::stream::{Queue, StreamObject};
 use super::types::{EpDispatchInputs, EpDispatchOutputs, EpOptions, EpPlan, EpStatus};
 
 /// `ep_dispatch`.
@@ -27,11 +27,18 @@ pub unsafe extern "C" fn ep_dispatch(
         let outputs = dispatch_outputs(&unsafe { copy_struct(outputs, "outputs") }?);
         // SAFETY: by the header, NULL or the address of options of `struct_size` bytes.
         let options = unsafe { copy_options(options) }?;
-        let stream = pin_stream(stream)?;
-        let stream = stream.as_ref().map(|stream| &stream.stream);
+        let queue = Queue::of(&plan.plan, stream)?;
         contain(&plan.group.group, || {
-            // SAFETY: by the header, inputs and outputs belong to the call until it is done.
-            unsafe { plan.plan.dispatch(&inputs, &outputs, &options, stream) }
+            // SAFETY: by the header, inputs and outputs belong to the call until it is done, and the stream
+            // is one.
+            unsafe {
+                match &queue {
+                    Queue::Host(pin) => {
+                        plan.plan.dispatch(&inputs, &outputs, &options, StreamObject::of(pin))
+                    }
+                    Queue::Device(stream) => plan.plan.dispatch_on(&inputs, &outputs, &options, *stream),
+                }
+            }
         })
     })
 }

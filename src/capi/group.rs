@@ -15,6 +15,7 @@ use super::guard::{contain, guard};
 use super::handle::{InUse, Kind, Object, Pin, Table};
 use super::types::*;
 use super::version;
+use crate::backend;
 
 /// How long `ep_group_destroy` waits when nobody chose.
 const DEFAULT_DESTROY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -68,8 +69,9 @@ pub unsafe extern "C" fn ep_group_create_versioned(
         let config = group_config(&unsafe { copy_struct(config, "config") }?);
         // SAFETY: by the header, the address of a bootstrap of `struct_size` bytes.
         let meeting = unsafe { Meeting::copy(bootstrap) }?;
+        let backend = backend::choose(config.backend)?;
         let deadline = meeting.deadline();
-        let group = Group::create(&config, meeting.connect()?, deadline)?;
+        let group = Group::create_on(backend, &config, meeting.connect()?, deadline)?;
         let shared = Arc::new(SharedGroup { group, destroyed: AtomicBool::new(false) });
         group_out.write(GROUPS.insert(GroupObject { shared })?);
         Ok(())

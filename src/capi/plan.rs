@@ -13,7 +13,7 @@ use super::copy_out::{StructOut, ValueOut};
 use super::group::{SharedGroup, check_length, check_optional_array, pin_group};
 use super::guard::{contain, guard};
 use super::handle::{InUse, Kind, Object, Pin, Table};
-use super::stream::pin_stream;
+use super::stream::{Queue, StreamObject};
 use super::types::{EpCounts, EpGroup, EpOptions, EpPlan, EpPlanConfig, EpStatus, EpTensor};
 
 static PLANS: Table<PlanObject> = Table::new();
@@ -109,11 +109,16 @@ pub unsafe extern "C" fn ep_plan_update(
         let topk_idx = unsafe { copy_value(topk_idx, "topk_idx") }?;
         // SAFETY: by the header, NULL or the address of options of `struct_size` bytes.
         let options = unsafe { copy_options(options) }?;
-        let stream = pin_stream(stream)?;
-        let stream = stream.as_ref().map(|stream| &stream.stream);
+        let queue = Queue::of(&plan.plan, stream)?;
         contain(&plan.group.group, || {
-            // SAFETY: by the header, the tensor's memory belongs to the call until it is done.
-            unsafe { plan.plan.update(&topk_idx, &options, stream) }
+            // SAFETY: by the header, the tensor's memory belongs to the call until it is done, and the stream
+            // is one.
+            unsafe {
+                match &queue {
+                    Queue::Host(pin) => plan.plan.update(&topk_idx, &options, StreamObject::of(pin)),
+                    Queue::Device(stream) => plan.plan.update_on(&topk_idx, &options, *stream),
+                }
+            }
         })
     })
 }

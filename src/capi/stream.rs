@@ -1,14 +1,14 @@
-//! Streams of the host backend.
+//! Streams: those of the host backend, and what a call is given as one.
 
 use std::ffi::c_void;
 use std::time::Duration;
 
-use ep_core::Result;
-use ep_core::engine::Stream;
+use ep_core::engine::{DeviceStream, Plan, Stream};
+use ep_core::{Error, Result};
 
 use super::copy_out::ValueOut;
 use super::guard::guard;
-use super::handle::{InUse, Kind, Object, Pin, Table};
+use super::handle::{InUse, Kind, Object, Pin, Table, is_handle};
 use super::types::{EpStatus, EpStream};
 
 /// The longest wait for a stream: what "no limit" means in a library where every wait has one.
@@ -26,12 +26,39 @@ impl Object for StreamObject {
     const KIND: Kind = Kind::Stream;
 }
 
-/// The stream of a call's `stream` argument; NULL is none.
-pub(crate) fn pin_stream(stream: *mut c_void) -> Result<Option<Pin<StreamObject>>> {
-    if stream.is_null() {
-        return Ok(None);
+/// A call's `stream` argument.
+pub(crate) enum Queue {
+    /// NULL is none: the call runs before it returns.
+    Host(Option<Pin<StreamObject>>),
+    /// As the caller's device knows it; NULL is one of its streams.
+    Device(DeviceStream),
+}
+
+impl Queue {
+    /// The stream of a call of `plan`.
+    pub(crate) fn of(plan: &Plan, stream: *mut c_void) -> Result<Queue> {
+        if plan.is_on_device() {
+            // The driver would follow it as a pointer.
+            if is_handle(stream) {
+                return Err(Error::invalid(
+                    "stream is an ep_stream_t, which is of the host backend; the group is on CUDA and takes a \
+                     cudaStream_t",
+                ));
+            }
+            return Ok(Queue::Device(stream));
+        }
+        if stream.is_null() {
+            return Ok(Queue::Host(None));
+        }
+        STREAMS.pin(stream.cast(), "stream").map(|stream| Queue::Host(Some(stream)))
     }
-    STREAMS.pin(stream.cast(), "stream").map(Some)
+}
+
+impl StreamObject {
+    /// The engine's stream of an optional pin.
+    pub(crate) fn of(pin: &Option<Pin<StreamObject>>) -> Option<&Stream> {
+        pin.as_ref().map(|pin| &pin.stream)
+    }
 }
 
 /// `ep_stream_create`.

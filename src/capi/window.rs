@@ -51,16 +51,19 @@ pub unsafe extern "C" fn ep_window_register(
     window_out: *mut *mut EpWindow,
 ) -> EpStatus {
     guard("ep_window_register", || {
-        let _group = pin_group(group)?;
+        let group = pin_group(group)?;
         // SAFETY: by the header, the address of a pointer.
         let _window_out = unsafe { ValueOut::new(window_out, "window_out") }?;
         if data.is_null() && bytes != 0 {
             return Err(Error::invalid(format!("data is NULL, expected the address of {bytes} bytes")));
         }
+        let backend = if group.shared.group.is_on_device() { "CUDA" } else { "host" };
         Err(Error::new(
             Status::Unsupported,
-            "the host backend's peers can map only memory that the library allocated; use \
-             ep_window_allocate, and place the rows in what ep_window_data returns",
+            format!(
+                "the {backend} backend's peers can map only memory that the library allocated; use \
+                 ep_window_allocate, and place the rows in what ep_window_data returns"
+            ),
         ))
     })
 }

@@ -13,6 +13,8 @@ use crate::work::{Member, Place, Shape};
 /// What a busy machine may add to any time.
 const SLACK: Duration = Duration::from_secs(2);
 
+type Call = fn(&mut Member) -> Result<(), Error>;
+
 /// Rank 0 of three waits in a call for rank 2, which does not come; `aborter` aborts, from a thread of its
 /// own on rank 0 or as another rank. Returns how long after the abort each of ranks 0 and 1 came back.
 fn abort_in(op: usize, place: Place, aborter: usize) -> Vec<(Duration, Error)> {
@@ -26,7 +28,7 @@ fn abort_in(op: usize, place: Place, aborter: usize) -> Vec<(Duration, Error)> {
     let results = run_calm(3, LONG, |group| {
         let mut member = Member::new(group, Shape::small(3, Layout::ExpertMajor, place)).unwrap();
         member.prepare(1);
-        let mut calls: Vec<fn(&mut Member) -> Result<(), Error>> =
+        let mut calls: Vec<Call> =
             vec![|member| member.update(None), |member| member.dispatch(None), |member| member.combine(None)];
         let last = calls.remove(op);
         calls.truncate(op);

@@ -77,6 +77,22 @@ fn rank_that_exits_inside_a_call_is_named_as_if_it_was_killed() {
     }
 }
 
+/// A child keeps the rank's sockets open, as the workers of a data loader do for some seconds.
+#[test]
+fn rank_whose_children_live_on_is_named_at_once() {
+    if let Some(role) = role() {
+        return play(&role);
+    }
+    for (place, layout) in PLACES {
+        let op = if place == Place::Ring { Op::Combine } else { Op::Update };
+        let scene = Scene { op: Some(op), before: true, forks: true, ..Scene::new(place, layout) };
+        let mut stage = Stage::new("killed::rank_whose_children_live_on_is_named_at_once", scene);
+        stage.await_entered();
+        stage.victim().signal(libc::SIGKILL);
+        check_and_go_on(stage, Instant::now());
+    }
+}
+
 /// The victim kills itself at this step of a run of rounds: in the middle of credits, rows, requests.
 fn check_death_at_step(test: &str, step: u64, place: Place, layout: Layout) {
     let scene = Scene { die_at_step: step, victim: step as usize % 4, ..Scene::new(place, layout) };

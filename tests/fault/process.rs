@@ -20,7 +20,7 @@ use ep_core::perturb::Perturb;
 use crate::threads::LONG;
 
 /// Set in a child: its role, in words that its test understands.
-const ROLE: &str = "EP_TEST_FAULT_ROLE";
+pub(crate) const ROLE: &str = "EP_TEST_FAULT_ROLE";
 const MARK: &str = "@@ ";
 
 /// The role of this process if it is a child.

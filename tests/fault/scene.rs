@@ -42,6 +42,8 @@ pub(crate) struct Scene {
     pub(crate) op: Option<Op>,
     /// The victim waits for the parent before `op` rather than inside.
     pub(crate) before: bool,
+    /// A child of the victim lives on for a while, with copies of its descriptors.
+    pub(crate) forks: bool,
     /// The victim kills itself at this step; 0: never.
     pub(crate) die_at_step: u64,
     pub(crate) place: Place,
@@ -57,6 +59,7 @@ impl Scene {
             late: None,
             op: None,
             before: false,
+            forks: false,
             die_at_step: 0,
             place,
             layout,
@@ -67,11 +70,12 @@ impl Scene {
     fn words(&self, rank: usize, scratch: &Scratch) -> String {
         let op = self.op.map_or(9, |op| op as usize);
         format!(
-            "{rank} {} {} {} {op} {} {} {} {} {} {}",
+            "{rank} {} {} {} {op} {} {} {} {} {} {} {}",
             self.num_ranks,
             self.victim,
             self.late.unwrap_or(99),
             u8::from(self.before),
+            u8::from(self.forks),
             self.die_at_step,
             self.place as usize,
             self.layout as i32,
@@ -88,12 +92,13 @@ impl Scene {
             late: Some(number(3)),
             op: Op::ALL.into_iter().find(|&op| op as usize == number(4)),
             before: number(5) == 1,
-            die_at_step: number(6) as u64,
-            place: if number(7) == Place::Window as usize { Place::Window } else { Place::Ring },
-            layout: Layout::from_code(number(8) as i32).expect("the parent writes codes"),
-            timeout: Duration::from_millis(number(9) as u64),
+            forks: number(6) == 1,
+            die_at_step: number(7) as u64,
+            place: if number(8) == Place::Window as usize { Place::Window } else { Place::Ring },
+            layout: Layout::from_code(number(9) as i32).expect("the parent writes codes"),
+            timeout: Duration::from_millis(number(10) as u64),
         };
-        (number(0), scene, PathBuf::from(&words[10]))
+        (number(0), scene, PathBuf::from(&words[11]))
     }
 
     fn shape(&self, num_ranks: usize) -> Shape {
@@ -109,7 +114,8 @@ impl Scene {
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
     pub(crate) when: Instant,
-    pub(crate) rank: usize,
+    #[expect(dead_code, reason = "printed with the rest")]
+    rank: usize,
     pub(crate) status: Status,
     /// The rank that the group's error is about.
     pub(crate) peer: i32,
@@ -217,6 +223,9 @@ pub(crate) fn play(role: &[String]) {
     let path = directory.join("first");
     let group = process::meet(&path, rank, scene.num_ranks, &scene.config(), Perturb::new(what));
     let mut member = Member::new(&group, scene.shape(scene.num_ranks)).expect("windows are made");
+    if rank == scene.victim && scene.forks {
+        fork_sleeper();
+    }
     if rank == scene.victim {
         // Ends the process while the call is in progress, if the parent says so.
         std::thread::spawn(move || {
@@ -240,6 +249,19 @@ pub(crate) fn play(role: &[String]) {
     let later = member.update(None).expect_err("the group is broken");
     assert_eq!(later.status, Status::Aborted, "{later}");
     go_on(&scene, &directory, (member, group));
+}
+
+/// A child that has copies of all descriptors of this process, and ends by itself.
+fn fork_sleeper() {
+    // SAFETY: the child makes async-signal-safe calls only, and returns into nothing.
+    unsafe {
+        if libc::fork() == 0 {
+            libc::alarm(4);
+            loop {
+                libc::pause();
+            }
+        }
+    }
 }
 
 fn call_until_failure(member: &mut Member, scene: &Scene, rank: usize) -> (Duration, ep_core::Error) {

@@ -170,8 +170,8 @@ fn ranks_of_a_user_with_few_descriptors_hand_over_their_memory() {
         let id: Vec<u8> = role[1].as_bytes().chunks(2).map(hex).collect();
         let id: UniqueId = bytemuck::pod_read_unaligned(&id);
         become_nobody();
-        // Each rank has two sockets for each other one.
-        limit_descriptors(Some(2 * NUM_RANKS + 20));
+        // Each rank has two sockets and a process for each other one.
+        limit_descriptors(Some(3 * NUM_RANKS + 20));
         let deadline = Instant::now() + LONG;
         let bootstrap = TcpBootstrap::connect(&id, rank, NUM_RANKS, deadline).expect("the ranks meet");
         let group = Group::create(&config(LONG), Box::new(bootstrap), deadline).expect("the group is made");

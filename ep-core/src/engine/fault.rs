@@ -12,7 +12,7 @@ use crate::mem::Words;
 use crate::wire::{ERROR_TEXT, ErrorBody};
 
 const STATE_NONE: u32 = 0;
-const STATE_WRITING: u32 = 1;
+pub(super) const STATE_WRITING: u32 = 1;
 const STATE_SET: u32 = 2;
 
 /// Writes `info` into a rank's segment unless an error is there already.
@@ -23,6 +23,16 @@ pub(super) fn record(segment: &Words, info: &ErrorInfo) {
     if state.compare_exchange(STATE_NONE, STATE_WRITING, Ordering::Relaxed, Ordering::Relaxed).is_err() {
         return;
     }
+    let body = body_of(info);
+    let address = segment.at(layout::ERROR + 4, size_of::<ErrorBody>());
+    // SAFETY: the claim above makes this rank the record's only writer, and readers wait for STATE_SET.
+    unsafe { address.cast::<ErrorBody>().write_unaligned(body) };
+    // Release: pairs with the acquire in `read`; publishes the record.
+    state.store(STATE_SET, Ordering::Release);
+}
+
+/// The record of `info`.
+pub fn body_of(info: &ErrorInfo) -> ErrorBody {
     let mut body = ErrorBody::zeroed();
     body.status = info.status.code();
     body.rank = info.rank as i32;
@@ -31,11 +41,13 @@ pub(super) fn record(segment: &Words, info: &ErrorInfo) {
     body.epoch = info.epoch;
     let text = truncated(&info.text, ERROR_TEXT - 1);
     body.text[..text.len()].copy_from_slice(text.as_bytes());
-    let address = segment.at(layout::ERROR + 4, size_of::<ErrorBody>());
-    // SAFETY: the claim above makes this rank the record's only writer, and readers wait for STATE_SET.
-    unsafe { address.cast::<ErrorBody>().write_unaligned(body) };
-    // Release: pairs with the acquire in `read`; publishes the record.
-    state.store(STATE_SET, Ordering::Release);
+    body
+}
+
+/// True once a record can be read, or is being written.
+pub(super) fn is_set(segment: &Words) -> bool {
+    // Relaxed: whoever reads the record acquires it then.
+    segment.u32(layout::ERROR).load(Ordering::Relaxed) != STATE_NONE
 }
 
 /// How long a reader waits for a record that is being written: its writer may have died in between.

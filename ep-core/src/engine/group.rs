@@ -1,15 +1,17 @@
 //! A group as one of its ranks sees it: its own segment, its peers' segments, lanes and windows.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 
+use super::device::{Backend, DeviceGroup};
 use super::fault;
-use super::join::{Joined, join};
+use super::join::{BACKEND_HOST, Joined, chosen, join};
 use super::lane::Lane;
 use super::link::Link;
+use super::share::Reach;
 use super::window::WindowShared;
 use crate::bootstrap::Bootstrap;
 use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats};
@@ -18,9 +20,6 @@ use crate::host::{Doorbell, Patience};
 use crate::layout::{self, SegmentLayout};
 use crate::mem::Words;
 use crate::perturb::Perturb;
-
-/// `EP_BACKEND_HOST`.
-const BACKEND_HOST: i32 = 1;
 
 /// The alive word of a rank that is a member.
 pub(super) const ALIVE: u32 = 1;
@@ -42,17 +41,24 @@ pub struct Group {
     pub(crate) node_of: Vec<usize>,
     pub(crate) lanes: Vec<Lane>,
     pub(super) windows: ArcSwap<Vec<Arc<WindowShared>>>,
+    /// Windows that were asked for, from 1: alike on all ranks, unlike their numbers it never repeats.
     pub(super) next_window: AtomicU32,
+    pub(super) backend: Backend,
+    /// None: the group's calls run on the host.
+    pub(super) device: Option<Box<dyn DeviceGroup>>,
     pub(super) bootstrap: Mutex<Box<dyn Bootstrap>>,
     pub(crate) patience: Patience,
     pub(crate) perturb: Perturb,
     /// Calls that hold a lane at this moment.
     calls_in_progress: AtomicUsize,
     closed: AtomicBool,
+    /// This rank's error, where a peer has begun to write one into the record here and did not finish: it
+    /// may have died.
+    own_error: OnceLock<ErrorInfo>,
 }
 
 impl Group {
-    /// Makes the group. Collective; returns by `deadline`.
+    /// Makes the group, on the host. Collective; returns by `deadline`.
     ///
     /// # Errors
     /// [`Status::InvalidArgument`], [`Status::Mismatch`], [`Status::Bootstrap`], [`Status::OutOfMemory`],
@@ -65,18 +71,41 @@ impl Group {
         Group::create_perturbed(config, bootstrap, deadline, Perturb::none())
     }
 
+    /// Makes the group on a backend, which every rank chose alike. Collective; returns by `deadline`.
+    ///
+    /// # Errors
+    /// As [`Group::create`], and those of the device.
+    pub fn create_on(
+        backend: Backend,
+        config: &GroupConfig,
+        bootstrap: Box<dyn Bootstrap>,
+        deadline: Instant,
+    ) -> Result<Arc<Group>> {
+        Group::make(backend, config, bootstrap, deadline, Perturb::none())
+    }
+
     /// As [`Group::create`], with seeded delays and failures at the protocol's steps, for tests.
     ///
     /// # Errors
     /// As [`Group::create`].
     pub fn create_perturbed(
         config: &GroupConfig,
+        bootstrap: Box<dyn Bootstrap>,
+        deadline: Instant,
+        perturb: Perturb,
+    ) -> Result<Arc<Group>> {
+        Group::make(Backend::host(""), config, bootstrap, deadline, perturb)
+    }
+
+    fn make(
+        backend: Backend,
+        config: &GroupConfig,
         mut bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
         perturb: Perturb,
     ) -> Result<Arc<Group>> {
-        let Joined { config, segments, links, node_of, ranks_here } =
-            join(config, &mut *bootstrap, deadline)?;
+        let Joined { config, segments, links, device, node_of, ranks_here } =
+            join(config, &backend, &mut *bootstrap, deadline)?;
         let (rank, num_ranks) = (bootstrap.rank(), bootstrap.num_ranks());
         let layout = SegmentLayout::new(&config, num_ranks);
         let lanes = (0..config.num_lanes as usize).map(|_| Lane::new(num_ranks)).collect();
@@ -90,11 +119,14 @@ impl Group {
             lanes,
             windows: ArcSwap::from_pointee(Vec::new()),
             next_window: AtomicU32::new(1),
+            backend,
+            device,
             bootstrap: Mutex::new(bootstrap),
             patience: Patience::for_ranks(ranks_here),
             perturb,
             calls_in_progress: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            own_error: OnceLock::new(),
             config,
         }))
     }
@@ -107,6 +139,11 @@ impl Group {
     /// Number of ranks.
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
+    }
+
+    /// True if the group's calls run on a device other than the host.
+    pub fn is_on_device(&self) -> bool {
+        self.device.is_some()
     }
 
     /// The deadline of collective calls that do not choose one.
@@ -143,9 +180,12 @@ impl Group {
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
         let known = self.segments.iter().find_map(fault::read);
         fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
-        let first = fault::read(&self.segments[self.rank]).unwrap_or_else(|| info.clone());
+        let first = self.first_error().unwrap_or_else(|| self.own_error.get_or_init(|| info.clone()).clone());
         for segment in &self.segments {
             fault::record(segment, &first);
+        }
+        if let Some(device) = &self.device {
+            device.abort(&first);
         }
         for rank in 0..self.num_ranks {
             for lane in 0..self.lanes.len() {
@@ -155,9 +195,28 @@ impl Group {
         fault::as_error(&first, self.rank)
     }
 
+    /// Takes over what the device found out: an error there becomes the group's.
+    pub(super) fn poll_device(&self) {
+        if let Some(device) = &self.device
+            && let Some(info) = device.error()
+            && !fault::is_set(&self.segments[self.rank])
+        {
+            self.fail(&info);
+        }
+    }
+
+    /// How this rank exchanges memory with its peers.
+    pub(super) fn reach(&self, deadline: Instant) -> Reach<'_> {
+        Reach { rank: self.rank, links: &self.links, device: self.backend.device.as_deref(), deadline }
+    }
+
     /// The error that broke the group, as this rank reports it.
     pub(crate) fn broken(&self) -> Option<Error> {
-        fault::read(&self.segments[self.rank]).map(|info| fault::as_error(&info, self.rank))
+        self.first_error().map(|info| fault::as_error(&info, self.rank))
+    }
+
+    fn first_error(&self) -> Option<ErrorInfo> {
+        self.own_error.get().cloned().or_else(|| fault::read(&self.segments[self.rank]))
     }
 
     /// Refuses a call on a group that is broken or closed.
@@ -165,11 +224,9 @@ impl Group {
     /// # Errors
     /// [`Status::Aborted`] repeating why, or [`Status::BadHandle`].
     pub(crate) fn check_usable(&self) -> Result<()> {
-        // Acquire: pairs with the release in `close`.
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
-        }
-        match fault::read(&self.segments[self.rank]) {
+        self.check_open()?;
+        self.poll_device();
+        match self.first_error() {
             None => Ok(()),
             Some(info) => {
                 let error = fault::as_error(&info, self.rank);
@@ -182,12 +239,25 @@ impl Group {
         }
     }
 
+    /// Refuses a call on a group that is closed.
+    ///
+    /// # Errors
+    /// [`Status::BadHandle`].
+    pub(super) fn check_open(&self) -> Result<()> {
+        // Acquire: pairs with the release in `close`.
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(Status::BadHandle, "the group was destroyed"));
+        }
+        Ok(())
+    }
+
     /// The first error that broke the group, and per rank whether it is alive. Lock-free.
     pub fn health(&self, alive: &mut [bool]) -> Option<ErrorInfo> {
+        self.poll_device();
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
-        fault::read(&self.segments[self.rank])
+        self.first_error()
     }
 
     /// True once `rank` has left the group or its process has ended.
@@ -213,12 +283,12 @@ impl Group {
             num_ranks: self.num_ranks,
             num_nodes: self.node_of.iter().max().map_or(0, |node| node + 1),
             node: self.node_of[self.rank],
-            backend: BACKEND_HOST,
+            backend: chosen(&self.backend),
             num_lanes: self.lanes.len(),
             timeout_ms: self.config.timeout_ms,
             max_local_experts: self.config.max_local_experts as usize,
             ring_bytes: self.config.ring_bytes as usize,
-            memory_bytes: self.layout.bytes() as u64,
+            memory_bytes: self.layout.bytes() as u64 * if self.device.is_some() { 2 } else { 1 },
             window_bytes,
             backend_reason: self.backend_reason(),
         }
@@ -227,11 +297,13 @@ impl Group {
     fn backend_reason(&self) -> String {
         let why = match self.config.backend {
             BACKEND_HOST => "asked for",
-            _ => "this build has no CUDA backend",
+            _ if self.backend.reason.is_empty() => "this build has no CUDA backend",
+            _ => &self.backend.reason,
         };
+        let what = self.backend.device.as_ref().map_or(String::from("host"), |device| device.describe());
         let in_process = self.links.iter().filter(|link| link.is_none()).count();
         format!(
-            "host: {why}; all {} ranks map each other's memory ({in_process} of them in this process)",
+            "{what}: {why}; all {} ranks map each other's memory ({in_process} of them in this process)",
             self.num_ranks
         )
     }
@@ -261,7 +333,9 @@ impl Group {
     pub fn close(&self, timeout: Duration) -> Result<()> {
         let idle_by = |deadline: Instant| {
             // Relaxed: see `enter`; the lane guard's release orders what the call did.
-            while self.calls_in_progress.load(Ordering::Relaxed) != 0 {
+            while self.calls_in_progress.load(Ordering::Relaxed) != 0
+                || self.device.as_ref().is_some_and(|device| !device.is_idle().unwrap_or(true))
+            {
                 if Instant::now() >= deadline {
                     return false;
                 }

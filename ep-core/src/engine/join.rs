@@ -7,14 +7,17 @@ use std::time::Instant;
 
 use bytemuck::{Pod, Zeroable};
 
+use super::device::{Backend, DeviceGroup, Membership};
+use super::device_segment::DeviceSegment;
 use super::group::ALIVE;
 use super::handover::hand_over;
 use super::link::{Link, Listener};
+use super::share::{Offer, Reach};
 use crate::bootstrap::Bootstrap;
 use crate::config::{DEFAULT_TIMEOUT, GroupConfig, MAX_LANES, MAX_RANKS};
 use crate::error::{Error, Result, Status};
 use crate::layout::{self, SegmentLayout};
-use crate::mem::{Mapping, SegmentId, Words, find, publish};
+use crate::mem::{Mapping, Memory, SegmentId, Words, find, publish};
 use crate::wire::WIRE_VERSION;
 
 /// What a rank has once it is a member.
@@ -22,6 +25,7 @@ pub(super) struct Joined {
     pub(super) config: GroupConfig,
     pub(super) segments: Vec<Words>,
     pub(super) links: Vec<Option<Link>>,
+    pub(super) device: Option<Box<dyn DeviceGroup>>,
     pub(super) node_of: Vec<usize>,
     /// Ranks that share this machine's cores.
     pub(super) ranks_here: usize,
@@ -35,8 +39,17 @@ struct Hello {
     config: HelloConfig,
     node_id: u32,
     segment: SegmentId,
-    /// Secret of the socket from which the segment's descriptor comes.
+    /// The segment in the device's memory.
+    device_bytes: u64,
+    device_segment: SegmentId,
+    /// Secret of the socket from which the segments' descriptors come.
     socket: SegmentId,
+}
+
+impl Hello {
+    fn device_offer(&self) -> Offer {
+        Offer { bytes: self.device_bytes as usize, id: self.device_segment }
+    }
 }
 
 /// The part of the config on which all ranks must agree.
@@ -44,6 +57,8 @@ struct Hello {
 #[repr(C)]
 struct HelloConfig {
     backend: i32,
+    /// `EP_BACKEND_` that was chosen.
+    chosen: i32,
     num_lanes: u32,
     timeout_ms: u32,
     max_local_experts: u32,
@@ -54,18 +69,24 @@ struct HelloConfig {
 const READY: &[u8] = b"";
 
 /// Joins the group. Collective.
-pub(super) fn join(config: &GroupConfig, bootstrap: &mut dyn Bootstrap, deadline: Instant) -> Result<Joined> {
+pub(super) fn join(
+    config: &GroupConfig,
+    backend: &Backend,
+    bootstrap: &mut dyn Bootstrap,
+    deadline: Instant,
+) -> Result<Joined> {
     let (rank, num_ranks) = (bootstrap.rank(), bootstrap.num_ranks());
     if num_ranks == 0 || num_ranks > MAX_RANKS || rank >= num_ranks {
         return Err(Error::invalid(format!(
             "rank {rank} of {num_ranks}: expected 1 to {MAX_RANKS} ranks and a rank below their number"
         )));
     }
-    let config = with_defaults(config, num_ranks)?;
+    let config = with_defaults(config, backend, num_ranks)?;
     let layout = SegmentLayout::new(&config, num_ranks);
     let (mapping, fd) = Mapping::create(layout.bytes())?;
     let own = Arc::new(mapping);
-    let segment = publish(&own)?;
+    let segment = publish(&Memory::Host(own.clone()))?;
+    let own_device = DeviceSegment::allocate(backend, layout.bytes())?;
     let mut socket = SegmentId::default();
     getrandom::fill(&mut socket).map_err(|e| Error::system("getrandom", e))?;
     let listener = Listener::new(socket)?;
@@ -75,24 +96,35 @@ pub(super) fn join(config: &GroupConfig, bootstrap: &mut dyn Bootstrap, deadline
 
     let hello = Hello {
         wire_version: WIRE_VERSION,
-        config: agreed(&config),
+        config: agreed(&config, backend),
         node_id: config.node_id,
         segment,
         socket,
+        device_segment: own_device.offer().id,
+        device_bytes: own_device.offer().bytes as u64,
     };
     let hellos = exchange(bootstrap, &hello, deadline)?;
-    compare(&hellos)?;
+    compare(&hellos, backend)?;
 
-    let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline);
+    let node_of = number_nodes(&hellos);
+    let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline).and_then(
+        |(segments, links)| {
+            let reach = Reach { rank, links: &links, device: backend.device.as_deref(), deadline };
+            let node_of = node_of.clone();
+            let membership = Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
+            let offers: Vec<Offer> = hellos.iter().map(Hello::device_offer).collect();
+            let device = own_device.join(backend, &reach, &offers, membership)?;
+            Ok((segments, links, device))
+        },
+    );
     let answer = mapped.as_ref().err().map_or(READY.to_vec(), refusal);
     let answers = bootstrap.all_gather(&answer, deadline)?;
     if let Some(refused) = root_cause(&answers).filter(|&refused| refused != rank) {
         let text = String::from_utf8_lossy(&answers[refused][1..]).into_owned();
         return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));
     }
-    let (segments, links) = mapped?;
-    let node_of = number_nodes(&hellos);
-    Ok(Joined { config, segments, links, node_of, ranks_here: num_ranks })
+    let (segments, links, device) = mapped?;
+    Ok(Joined { config, segments, links, device, node_of, ranks_here: num_ranks })
 }
 
 /// What a rank that failed answers: how far its error is from the cause, and the text.
@@ -113,7 +145,7 @@ fn root_cause(answers: &[Vec<u8>]) -> Option<usize> {
     refused.min_by_key(|(_, answer)| answer[0]).map(|(rank, _)| rank)
 }
 
-fn with_defaults(config: &GroupConfig, num_ranks: usize) -> Result<GroupConfig> {
+fn with_defaults(config: &GroupConfig, backend: &Backend, num_ranks: usize) -> Result<GroupConfig> {
     let mut config = *config;
     let or = |value: u32, default: u32| if value == 0 { default } else { value };
     config.num_lanes = or(config.num_lanes, 2);
@@ -139,31 +171,69 @@ fn with_defaults(config: &GroupConfig, num_ranks: usize) -> Result<GroupConfig> 
             layout::RING_MAX
         )));
     }
-    match config.backend {
-        0 | 1 => {}
-        2 => {
+    match (config.backend, &backend.device) {
+        (BACKEND_AUTO, _) | (BACKEND_HOST, None) | (BACKEND_CUDA, Some(_)) => {}
+        (BACKEND_HOST, Some(device)) => {
+            return Err(Error::invalid(format!("backend is EP_BACKEND_HOST, not {}", device.describe())));
+        }
+        (BACKEND_CUDA, None) => {
             return Err(Error::new(
                 Status::Unsupported,
-                "EP_BACKEND_CUDA: this build has no CUDA backend; use EP_BACKEND_HOST or EP_BACKEND_AUTO",
+                format!(
+                    "EP_BACKEND_CUDA: {}; use EP_BACKEND_HOST or EP_BACKEND_AUTO",
+                    if backend.reason.is_empty() {
+                        "this build has no CUDA backend"
+                    } else {
+                        &backend.reason
+                    }
+                ),
             ));
         }
-        other => {
+        (other, _) => {
             return Err(Error::invalid(format!("backend is {other}, expected an EP_BACKEND_ value, 0 to 2")));
+        }
+    }
+    if let Some(device) = &backend.device {
+        if num_ranks > device.max_ranks() {
+            return Err(Error::new(
+                Status::Unsupported,
+                format!(
+                    "{num_ranks} ranks, expected at most {} on {}",
+                    device.max_ranks(),
+                    device.describe()
+                ),
+            ));
+        }
+        if config.ring_bytes == 0 {
+            config.ring_bytes = device.ring_bytes(num_ranks) as u32;
         }
     }
     config.ring_bytes = layout::ring_bytes(config.ring_bytes, num_ranks) as u32;
     Ok(config)
 }
 
-fn agreed(config: &GroupConfig) -> HelloConfig {
+fn agreed(config: &GroupConfig, backend: &Backend) -> HelloConfig {
     HelloConfig {
         backend: config.backend,
+        chosen: chosen(backend),
         num_lanes: config.num_lanes,
         timeout_ms: config.timeout_ms,
         max_local_experts: config.max_local_experts,
         ring_bytes: config.ring_bytes,
     }
 }
+
+/// The `EP_BACKEND_` of a backend.
+pub(super) fn chosen(backend: &Backend) -> i32 {
+    if backend.device.is_some() { BACKEND_CUDA } else { BACKEND_HOST }
+}
+
+/// `EP_BACKEND_AUTO`.
+const BACKEND_AUTO: i32 = 0;
+/// `EP_BACKEND_HOST`.
+pub(super) const BACKEND_HOST: i32 = 1;
+/// `EP_BACKEND_CUDA`.
+const BACKEND_CUDA: i32 = 2;
 
 fn exchange(bootstrap: &mut dyn Bootstrap, hello: &Hello, deadline: Instant) -> Result<Vec<Hello>> {
     let blobs = bootstrap.all_gather(bytemuck::bytes_of(hello), deadline)?;
@@ -187,10 +257,22 @@ fn exchange(bootstrap: &mut dyn Bootstrap, hello: &Hello, deadline: Instant) -> 
 }
 
 /// Finds the first rank whose config differs from rank 0's, the same way on every rank.
-fn compare(hellos: &[Hello]) -> Result<()> {
+fn compare(hellos: &[Hello], backend: &Backend) -> Result<()> {
     let first = &hellos[0].config;
     for (rank, hello) in hellos.iter().enumerate() {
         let config = &hello.config;
+        if (config.backend, first.backend) == (BACKEND_AUTO, BACKEND_AUTO) && config.chosen != first.chosen {
+            let name = |chosen| if chosen == BACKEND_HOST { "the host" } else { "CUDA" };
+            return Err(Error::new(
+                Status::Mismatch,
+                format!(
+                    "EP_BACKEND_AUTO chose {} on rank 0 and {} on rank {rank} (here: {}); ask for one backend",
+                    name(first.chosen),
+                    name(config.chosen),
+                    backend.reason
+                ),
+            ));
+        }
         let fields = [
             ("backend", config.backend as u32, first.backend as u32),
             ("num_lanes", config.num_lanes, first.num_lanes),
@@ -230,7 +312,8 @@ fn map_peers(
     bytes: usize,
     deadline: Instant,
 ) -> Result<(Vec<Words>, Vec<Option<Link>>)> {
-    let here: Vec<Option<Arc<Mapping>>> = hellos.iter().map(|hello| find(&hello.segment)).collect();
+    let of_host = |hello: &Hello| find(&hello.segment).and_then(|memory| memory.host().cloned());
+    let here: Vec<Option<Arc<Mapping>>> = hellos.iter().map(of_host).collect();
     let elsewhere: Vec<(usize, SegmentId)> = (0..hellos.len())
         .filter(|&peer| here[peer].is_none())
         .map(|peer| (peer, hellos[peer].socket))

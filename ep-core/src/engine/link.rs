@@ -1,5 +1,5 @@
 //! Connections between the ranks of one machine: each rank hands its memory to the others as a
-//! descriptor over a Unix socket, and notices a peer's death when the socket closes.
+//! descriptor over a Unix socket, and notices a peer's death when the socket closes or its process ends.
 //!
 //! The sockets have abstract addresses: nothing in any file system, gone with the process. A stranger
 //! may connect but gets nothing: the peer must be of the same user and know a random secret that
@@ -17,6 +17,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use super::peer::{is_same_user, process_of};
 use crate::error::{Error, Result, Status};
 use crate::mem::SegmentId;
 
@@ -32,6 +33,8 @@ pub(super) struct Link {
     asking: OwnedFd,
     /// From the peer: descriptors go out here.
     answering: OwnedFd,
+    /// The peer's process: children that it forked keep its sockets open. None where the system has none.
+    process: Option<OwnedFd>,
 }
 
 const HELLO_BYTES: usize = 20;
@@ -89,7 +92,10 @@ impl Listener {
         Ok(peers
             .iter()
             .zip(pairs)
-            .map(|(peer, (asking, answering))| (peer.0, Link { asking, answering }))
+            .map(|(peer, (asking, answering))| {
+                let process = process_of(answering.as_fd());
+                (peer.0, Link { asking, answering, process })
+            })
             .collect())
     }
 
@@ -119,6 +125,11 @@ impl Listener {
                 ),
             )
         })?;
+        // The name can be seen by all users: one who took it after its owner has gone gets no secret.
+        if !is_same_user(socket.as_fd()) {
+            let text = format!("the socket of rank {peer} belongs to another user");
+            return Err(Error::new(Status::Bootstrap, text));
+        }
         let mut hello = [0u8; HELLO_BYTES];
         hello[..16].copy_from_slice(secret);
         hello[16..].copy_from_slice(&(own_rank as u32).to_le_bytes());
@@ -136,11 +147,9 @@ impl Listener {
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => return Ok(None),
             Err(e) => return Err(Error::system("accept(AF_UNIX)", e)),
         };
-        let same_user = rustix::net::sockopt::socket_peercred(&socket)
-            .is_ok_and(|peer| peer.uid == rustix::process::geteuid());
         // A peer sends its greeting before this rank accepts; a stranger who sends nothing costs 100 ms.
         let patience = deadline.min(Instant::now() + std::time::Duration::from_millis(100));
-        if !same_user || wait_readable(socket.as_fd(), patience, usize::MAX).is_err() {
+        if !is_same_user(socket.as_fd()) || wait_readable(socket.as_fd(), patience, usize::MAX).is_err() {
             return Ok(None);
         }
         let mut hello = [0u8; HELLO_BYTES];
@@ -228,10 +237,15 @@ impl Link {
 
     /// True once the peer's process has closed its side: it left or died.
     pub(super) fn is_closed(&self) -> bool {
-        let mut fds = [PollFd::new(&self.asking, PollFlags::RDHUP)];
+        let (process, what) = match &self.process {
+            Some(process) => (process, PollFlags::IN),
+            None => (&self.asking, PollFlags::empty()),
+        };
+        let mut fds = [PollFd::new(&self.asking, PollFlags::RDHUP), PollFd::new(process, what)];
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         poll(&mut fds, Some(&now)).is_ok()
-            && fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
+            && (fds[0].revents().intersects(ended) || fds[1].revents().intersects(ended | PollFlags::IN))
     }
 }
 

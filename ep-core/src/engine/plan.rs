@@ -5,6 +5,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::check;
+use super::device::DeviceStream;
+use super::device_plan::DeviceCore;
 use super::group::{Group, deadline_after};
 use super::stream::{Job, Stream};
 use crate::config::{
@@ -17,7 +19,13 @@ use crate::tensor::RawTensor;
 
 /// One routing, reusable.
 pub struct Plan {
-    pub(super) core: Arc<PlanCore>,
+    core: Core,
+}
+
+/// Where the plan is.
+enum Core {
+    Host(Arc<PlanCore>),
+    Device(DeviceCore),
 }
 
 /// What a plan's calls share with the streams they are queued on.
@@ -65,10 +73,15 @@ impl Plan {
     /// # Errors
     /// Those of a config that [`Plan::create`] refuses.
     pub fn bytes(group: &Group, config: &PlanConfig) -> Result<usize> {
-        Ok(PlanLayout::new(&shape_of(group, config)?).bytes())
+        let shape = shape_of(group, config)?;
+        match &group.device {
+            None => Ok(PlanLayout::new(&shape).bytes()),
+            Some(device) => device.plan_bytes(&shape),
+        }
     }
 
-    /// Makes a plan in `memory` (address, bytes), or in memory of its own.
+    /// Makes a plan in `memory` (address, bytes), of the device if the group is on one, or in memory of
+    /// its own.
     ///
     /// # Errors
     /// [`Status::InvalidArgument`], [`Status::OutOfRange`] or [`Status::Capacity`], naming the field.
@@ -81,6 +94,10 @@ impl Plan {
         memory: Option<(*mut u8, usize)>,
     ) -> Result<Plan> {
         let shape = shape_of(group, config)?;
+        if let Some(device) = &group.device {
+            let core = DeviceCore::create(group, &**device, shape, memory)?;
+            return Ok(Plan { core: Core::Device(core) });
+        }
         let layout = PlanLayout::new(&shape);
         let memory = match memory {
             None => PlanMemory::allocate(layout.bytes())?,
@@ -98,17 +115,28 @@ impl Plan {
             queued: AtomicU32::new(0),
             done: (Mutex::new(None), Condvar::new()),
         };
-        Ok(Plan { core: Arc::new(core) })
+        Ok(Plan { core: Core::Host(Arc::new(core)) })
     }
 
     /// The group the plan belongs to.
     pub fn group(&self) -> &Arc<Group> {
-        &self.core.group
+        match &self.core {
+            Core::Host(core) => &core.group,
+            Core::Device(core) => core.group(),
+        }
     }
 
     /// Experts on this rank.
     pub fn num_local_experts(&self) -> usize {
-        self.core.shape.num_local()
+        match &self.core {
+            Core::Host(core) => core.shape.num_local(),
+            Core::Device(core) => core.shape().num_local(),
+        }
+    }
+
+    /// True if the plan's calls run on a device: then `…_on` take its streams.
+    pub fn is_on_device(&self) -> bool {
+        matches!(self.core, Core::Device(_))
     }
 
     /// Takes a routing. `stream` None: done when this returns.
@@ -119,18 +147,24 @@ impl Plan {
     /// # Safety
     /// The tensor's memory is readable until the call is done.
     pub unsafe fn update(&self, idx: &RawTensor, options: &Options, stream: Option<&Stream>) -> Result<()> {
-        self.core.group.check_usable()?;
-        let routing = Routing::new(idx.check("topk_idx")?, &self.core.shape)?;
-        let call = UpdateCall { routing, deadline: self.deadline(options) };
-        match stream {
+        match &self.core {
             // SAFETY: by the caller's word.
-            None => unsafe { self.core.update(&call) },
-            Some(stream) => {
-                // Release: pairs with the acquire in `counts`.
-                self.core.queued.fetch_add(1, Ordering::Release);
-                stream.push(Job::Update(self.core.clone(), call))
-            }
+            Core::Host(core) => unsafe { core.start_update(idx, options, stream) },
+            // SAFETY: as above; NULL is a stream of every device.
+            Core::Device(core) => unsafe { core.update(idx, options, device_stream(stream)?) },
         }
+    }
+
+    /// As [`Plan::update`], on a stream of the group's device.
+    ///
+    /// # Errors
+    /// As `ep_plan_update`.
+    ///
+    /// # Safety
+    /// The tensor's memory is readable until the call is done, and `stream` is a stream.
+    pub unsafe fn update_on(&self, idx: &RawTensor, options: &Options, stream: DeviceStream) -> Result<()> {
+        // SAFETY: by the caller's word.
+        unsafe { self.on_device()?.update(idx, options, stream) }
     }
 
     /// Sends rows to their experts.
@@ -147,15 +181,30 @@ impl Plan {
         options: &Options,
         stream: Option<&Stream>,
     ) -> Result<()> {
-        self.core.group.check_usable()?;
-        let tokens = self.known_tokens(stream)?;
-        let deadline = self.deadline(options);
-        let call = check::dispatch(&self.core.shape, inputs, outputs, tokens, deadline)?;
-        match stream {
+        match &self.core {
             // SAFETY: by the caller's word.
-            None => unsafe { self.core.dispatch(&call) },
-            Some(stream) => stream.push(Job::Dispatch(self.core.clone(), call)),
+            Core::Host(core) => unsafe { core.start_dispatch(inputs, outputs, options, stream) },
+            // SAFETY: as above; NULL is a stream of every device.
+            Core::Device(core) => unsafe { core.dispatch(inputs, outputs, options, device_stream(stream)?) },
         }
+    }
+
+    /// As [`Plan::dispatch`], on a stream of the group's device.
+    ///
+    /// # Errors
+    /// As `ep_dispatch`.
+    ///
+    /// # Safety
+    /// Inputs are readable and outputs writable until the call is done, and `stream` is a stream.
+    pub unsafe fn dispatch_on(
+        &self,
+        inputs: &DispatchInputs,
+        outputs: &DispatchOutputs,
+        options: &Options,
+        stream: DeviceStream,
+    ) -> Result<()> {
+        // SAFETY: by the caller's word.
+        unsafe { self.on_device()?.dispatch(inputs, outputs, options, stream) }
     }
 
     /// Brings rows back and adds them.
@@ -172,15 +221,30 @@ impl Plan {
         options: &Options,
         stream: Option<&Stream>,
     ) -> Result<()> {
-        self.core.group.check_usable()?;
-        let tokens = self.known_tokens(stream)?;
-        let deadline = self.deadline(options);
-        let call = check::combine(&self.core.shape, inputs, outputs, options, tokens, deadline)?;
-        match stream {
+        match &self.core {
             // SAFETY: by the caller's word.
-            None => unsafe { self.core.combine(&call) },
-            Some(stream) => stream.push(Job::Combine(self.core.clone(), call)),
+            Core::Host(core) => unsafe { core.start_combine(inputs, outputs, options, stream) },
+            // SAFETY: as above; NULL is a stream of every device.
+            Core::Device(core) => unsafe { core.combine(inputs, outputs, options, device_stream(stream)?) },
         }
+    }
+
+    /// As [`Plan::combine`], on a stream of the group's device.
+    ///
+    /// # Errors
+    /// As `ep_combine`.
+    ///
+    /// # Safety
+    /// Inputs are readable and outputs writable until the call is done, and `stream` is a stream.
+    pub unsafe fn combine_on(
+        &self,
+        inputs: &CombineInputs,
+        outputs: &CombineOutputs,
+        options: &Options,
+        stream: DeviceStream,
+    ) -> Result<()> {
+        // SAFETY: by the caller's word.
+        unsafe { self.on_device()?.combine(inputs, outputs, options, stream) }
     }
 
     /// Waits for the last update and tells what will arrive. None: the group's timeout.
@@ -188,37 +252,28 @@ impl Plan {
     /// # Errors
     /// [`Status::InvalidState`], [`Status::NotReady`], or the error of the update.
     pub fn counts(&self, timeout: Option<Duration>) -> Result<Counts> {
-        let core = &self.core;
-        core.group.check_usable()?;
-        core.await_queued(Instant::now() + timeout.unwrap_or(core.group.default_timeout()))?;
-        // Acquire: pairs with the release in `PlanCore::update`.
-        if core.epoch.load(Ordering::Acquire) == 0 {
-            return Err(never_updated());
+        match &self.core {
+            Core::Host(core) => core.counts(timeout),
+            Core::Device(core) => core.counts(timeout),
         }
-        core.read_counts()
     }
 
-    fn deadline(&self, options: &Options) -> Instant {
-        deadline_after(options.timeout_ms, self.core.group.default_timeout())
-    }
-
-    /// The plan's tokens if that is known now; None while an update is queued on a stream.
-    fn known_tokens(&self, stream: Option<&Stream>) -> Result<Option<usize>> {
-        // Acquire: pairs with the release in `PlanCore::finish_queued`.
-        let queued = self.core.queued.load(Ordering::Acquire);
-        if queued != 0 && stream.is_some() {
-            return Ok(None);
+    fn on_device(&self) -> Result<&DeviceCore> {
+        match &self.core {
+            Core::Device(core) => Ok(core),
+            Core::Host(_) => Err(Error::invalid("the group is on the host, and the stream is a device's")),
         }
-        // Acquire: pairs with the release in `PlanCore::update`.
-        if self.core.epoch.load(Ordering::Acquire) == 0 {
-            return Err(never_updated());
-        }
-        // Acquire: as above.
-        Ok(Some(self.core.num_tokens.load(Ordering::Acquire) as usize))
     }
 }
 
-fn never_updated() -> Error {
+fn device_stream(stream: Option<&Stream>) -> Result<DeviceStream> {
+    match stream {
+        None => Ok(std::ptr::null_mut()),
+        Some(_) => Err(Error::invalid("the group is on a device, and the stream is the host's")),
+    }
+}
+
+pub(super) fn never_updated() -> Error {
     Error::new(
         Status::InvalidState,
         "the plan has no routing: call ep_plan_update, with success, before ep_plan_counts, ep_dispatch and \
@@ -227,6 +282,101 @@ fn never_updated() -> Error {
 }
 
 impl PlanCore {
+    /// Runs an update, or queues it.
+    ///
+    /// # Safety
+    /// As of [`Plan::update`].
+    unsafe fn start_update(
+        self: &Arc<Self>,
+        idx: &RawTensor,
+        options: &Options,
+        stream: Option<&Stream>,
+    ) -> Result<()> {
+        self.group.check_usable()?;
+        let routing = Routing::new(idx.check("topk_idx")?, &self.shape)?;
+        let call = UpdateCall { routing, deadline: self.deadline(options) };
+        match stream {
+            // SAFETY: by the caller's word.
+            None => unsafe { self.update(&call) },
+            Some(stream) => {
+                // Release: pairs with the acquire in `counts`.
+                self.queued.fetch_add(1, Ordering::Release);
+                stream.push(Job::Update(self.clone(), call))
+            }
+        }
+    }
+
+    /// Runs a dispatch, or queues it.
+    ///
+    /// # Safety
+    /// As of [`Plan::dispatch`].
+    unsafe fn start_dispatch(
+        self: &Arc<Self>,
+        inputs: &DispatchInputs,
+        outputs: &DispatchOutputs,
+        options: &Options,
+        stream: Option<&Stream>,
+    ) -> Result<()> {
+        self.group.check_usable()?;
+        let tokens = self.known_tokens(stream)?;
+        let call = check::dispatch(&self.shape, inputs, outputs, tokens, self.deadline(options))?;
+        match stream {
+            // SAFETY: by the caller's word.
+            None => unsafe { self.dispatch(&call) },
+            Some(stream) => stream.push(Job::Dispatch(self.clone(), call)),
+        }
+    }
+
+    /// Runs a combine, or queues it.
+    ///
+    /// # Safety
+    /// As of [`Plan::combine`].
+    unsafe fn start_combine(
+        self: &Arc<Self>,
+        inputs: &CombineInputs,
+        outputs: &CombineOutputs,
+        options: &Options,
+        stream: Option<&Stream>,
+    ) -> Result<()> {
+        self.group.check_usable()?;
+        let tokens = self.known_tokens(stream)?;
+        let call = check::combine(&self.shape, inputs, outputs, options, tokens, self.deadline(options))?;
+        match stream {
+            // SAFETY: by the caller's word.
+            None => unsafe { self.combine(&call) },
+            Some(stream) => stream.push(Job::Combine(self.clone(), call)),
+        }
+    }
+
+    fn counts(&self, timeout: Option<Duration>) -> Result<Counts> {
+        self.group.check_usable()?;
+        self.await_queued(Instant::now() + timeout.unwrap_or(self.group.default_timeout()))?;
+        // Acquire: pairs with the release in `PlanCore::update`.
+        if self.epoch.load(Ordering::Acquire) == 0 {
+            return Err(never_updated());
+        }
+        self.read_counts()
+    }
+
+    fn deadline(&self, options: &Options) -> Instant {
+        deadline_after(options.timeout_ms, self.group.default_timeout())
+    }
+
+    /// The plan's tokens if that is known now; None while an update is queued on a stream.
+    fn known_tokens(&self, stream: Option<&Stream>) -> Result<Option<usize>> {
+        // Acquire: pairs with the release in `PlanCore::finish_queued`.
+        let queued = self.queued.load(Ordering::Acquire);
+        if queued != 0 && stream.is_some() {
+            return Ok(None);
+        }
+        // Acquire: pairs with the release in `PlanCore::update`.
+        if self.epoch.load(Ordering::Acquire) == 0 {
+            return Err(never_updated());
+        }
+        // Acquire: as above.
+        Ok(Some(self.num_tokens.load(Ordering::Acquire) as usize))
+    }
+
     /// # Safety
     /// The call's memory is valid.
     pub(super) unsafe fn update(&self, call: &UpdateCall) -> Result<()> {

@@ -6,19 +6,19 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
-use super::handover::hand_over;
+use super::share::Offer;
 use crate::config::MAX_WINDOWS;
 use crate::error::{Error, Result, Status};
-use crate::mem::{Mapping, SegmentId, find, publish};
+use crate::mem::{Mapping, Memory, SegmentId, publish};
 use crate::tensor::Tensor;
 use crate::wire::Place;
 
 /// One window as this rank sees it: its own part and its peers'.
 pub(crate) struct WindowShared {
-    /// The same number on every rank, from 1.
+    /// The same number on every rank, 1 to [`MAX_WINDOWS`].
     id: u32,
     /// None where the rank asked for 0 bytes.
-    parts: Vec<Option<Arc<Mapping>>>,
+    parts: Vec<Option<Memory>>,
     own_rank: usize,
 }
 
@@ -48,17 +48,13 @@ impl Window {
         let deadline = Instant::now() + group.default_timeout();
         let mut bootstrap = group.bootstrap.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         // Relaxed: the bootstrap's lock orders the allocations of this rank.
-        let id = group.next_window.fetch_add(1, Ordering::Relaxed);
+        let tag = group.next_window.fetch_add(1, Ordering::Relaxed).into();
         let own = make_part(group, bytes);
-        let hello = match &own {
-            Ok((_, segment)) => [&[HELLO_PART][..], &(bytes as u64).to_le_bytes(), segment].concat(),
-            Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
-        };
-        let hellos = bootstrap.all_gather(&hello, deadline)?;
+        let hellos = bootstrap.all_gather(&hello(group, &own), deadline)?;
         // All ranks see the same hellos, so either all stop here or none does: the ranks stay in step.
-        let (own, _) = own?;
-        let peers = parse(&hellos)?;
-        let parts = map_parts(group, id, own, &peers, deadline);
+        let own = own?;
+        let (id, offers) = parse(&hellos)?;
+        let parts = map_parts(group, tag, own, &offers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
         let answers = bootstrap.all_gather(&answer, deadline)?;
         let parts = parts?;
@@ -68,6 +64,9 @@ impl Window {
                 Status::OutOfMemory,
                 format!("rank {refused} could not map the window: {text}"),
             ));
+        }
+        if let Some(device) = &group.device {
+            device.set_window(id, Some(&parts))?;
         }
         let shared = Arc::new(WindowShared { id, parts, own_rank: group.rank });
         group.windows.rcu(|windows| {
@@ -91,24 +90,47 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
+        if let Some(device) = &self.group.device {
+            // A device that cannot forget the window is lost: no later call runs on it.
+            let _ = device.set_window(self.shared.id, None);
+        }
         self.group.windows.rcu(|windows| {
             windows.iter().filter(|window| window.id != self.shared.id).cloned().collect::<Vec<_>>()
         });
     }
 }
 
-type OwnPart = Option<(Arc<Mapping>, OwnedFd)>;
+/// This rank's part; empty if it has 0 bytes.
+#[derive(Default)]
+struct OwnPart {
+    memory: Option<Memory>,
+    /// For peers of other processes.
+    fd: Option<OwnedFd>,
+    segment: SegmentId,
+}
 
-fn make_part(group: &Group, bytes: usize) -> Result<(OwnPart, SegmentId)> {
-    if group.windows.load().len() >= MAX_WINDOWS {
-        return Err(Error::new(
-            Status::Capacity,
-            format!("{MAX_WINDOWS} windows are alive already; release one first"),
-        ));
-    }
+fn make_part(group: &Group, bytes: usize) -> Result<OwnPart> {
     if bytes == 0 {
-        return Ok((None, SegmentId::default()));
+        return Ok(OwnPart::default());
     }
+    let (memory, fd) = match &group.backend.device {
+        Some(device) => {
+            let memory = Memory::Device(device.allocate(bytes)?);
+            let fd = memory.export()?;
+            (memory, fd)
+        }
+        None => {
+            let (mapping, fd) = Mapping::create(host_bytes(bytes)?)?;
+            mapping.populate();
+            (Memory::Host(Arc::new(mapping)), Some(fd))
+        }
+    };
+    let segment = publish(&memory)?;
+    Ok(OwnPart { memory: Some(memory), fd, segment })
+}
+
+/// Refuses what the machine cannot have.
+fn host_bytes(bytes: usize) -> Result<usize> {
     // A memfd promises any size; the process that then touches more than there is gets killed.
     let available = memory_of_machine();
     if bytes as u64 > available {
@@ -117,11 +139,7 @@ fn make_part(group: &Group, bytes: usize) -> Result<(OwnPart, SegmentId)> {
             format!("a window of {bytes} bytes is more than the {available} bytes of this machine's memory"),
         ));
     }
-    let (part, fd) = Mapping::create(bytes)?;
-    part.populate();
-    let part = Arc::new(part);
-    let segment = publish(&part)?;
-    Ok((Some((part, fd)), segment))
+    Ok(bytes)
 }
 
 /// Bytes of memory and swap, used or not.
@@ -132,52 +150,66 @@ fn memory_of_machine() -> u64 {
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(info.mem_unit.into())
 }
 
-/// First byte of a rank's answer: its size and segment follow, or why it has none.
+/// First byte of a rank's message: its windows, size and segment follow, or why it has no part.
 const HELLO_PART: u8 = 1;
 const HELLO_ERROR: u8 = 0;
+const HELLO_BYTES: usize = 1 + 8 + 8 + size_of::<SegmentId>();
 
-/// Each rank's size and segment.
-fn parse(hellos: &[Vec<u8>]) -> Result<Vec<(usize, SegmentId)>> {
-    let one = |(rank, hello): (usize, &Vec<u8>)| match hello.split_first() {
-        Some((&HELLO_PART, part)) if part.len() == 8 + size_of::<SegmentId>() => {
-            let mut bytes = [0; 8];
-            let mut segment = SegmentId::default();
-            bytes.copy_from_slice(&part[..8]);
-            segment.copy_from_slice(&part[8..]);
-            Ok((u64::from_le_bytes(bytes) as usize, segment))
+fn hello(group: &Group, own: &Result<OwnPart>) -> Vec<u8> {
+    // One bit per window of this rank: the new one takes a number that is free on all ranks.
+    let alive = group.windows.load().iter().fold(0u64, |alive, window| alive | 1 << (window.id - 1));
+    match own {
+        Ok(OwnPart { memory, segment, .. }) => {
+            let bytes = memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
+            [&[HELLO_PART][..], &alive.to_le_bytes(), &bytes.to_le_bytes(), segment].concat()
         }
-        _ => Err(Error::new(
-            Status::OutOfMemory,
-            format!(
-                "rank {rank} could not allocate its part: {}",
-                String::from_utf8_lossy(hello.get(1..).unwrap_or_default())
-            ),
-        )),
-    };
-    hellos.iter().enumerate().map(one).collect()
+        Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
+    }
 }
+
+/// The number of the new window, and each rank's size and segment.
+fn parse(hellos: &[Vec<u8>]) -> Result<(u32, Vec<Offer>)> {
+    let mut alive = 0;
+    let one = |(rank, hello): (usize, &Vec<u8>)| {
+        let word = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        if hello.len() != HELLO_BYTES || hello[0] != HELLO_PART {
+            return Err(Error::new(
+                Status::OutOfMemory,
+                format!(
+                    "rank {rank} could not allocate its part: {}",
+                    String::from_utf8_lossy(hello.get(1..).unwrap_or_default())
+                ),
+            ));
+        }
+        alive |= word(1);
+        let mut id = SegmentId::default();
+        id.copy_from_slice(&hello[17..]);
+        Ok(Offer { bytes: word(9) as usize, id })
+    };
+    let offers = hellos.iter().enumerate().map(one).collect::<Result<Vec<Offer>>>()?;
+    if alive == u64::MAX {
+        return Err(Error::new(
+            Status::Capacity,
+            format!("{MAX_WINDOWS} windows are alive already; release one first, on every rank"),
+        ));
+    }
+    Ok((alive.trailing_ones() + 1, offers))
+}
+
+const _: () = assert!(MAX_WINDOWS == u64::BITS as usize);
 
 fn map_parts(
     group: &Group,
-    id: u32,
+    tag: u64,
     own: OwnPart,
-    peers: &[(usize, SegmentId)],
+    offers: &[Offer],
     deadline: Instant,
-) -> Result<Vec<Option<Arc<Mapping>>>> {
-    let (own, fd) = own.unzip();
-    let mut parts: Vec<Option<Arc<Mapping>>> = vec![None; peers.len()];
-    parts[group.rank] = own;
-    let has_part = |peer: usize| peers[peer].0 != 0;
-    hand_over(group.links(), id.into(), fd.as_ref().map(OwnedFd::as_fd), has_part, deadline, |peer, fd| {
-        let part = Mapping::attach(fd, peers[peer].0)?;
-        part.populate();
-        parts[peer] = Some(Arc::new(part));
-        Ok(())
-    })?;
-    for peer in (0..peers.len()).filter(|&peer| has_part(peer)) {
-        if parts[peer].is_none() {
-            let text = || format!("rank {peer} left while its window was being mapped");
-            parts[peer] = Some(find(&peers[peer].1).ok_or_else(|| Error::new(Status::PeerLost, text()))?);
+) -> Result<Vec<Option<Memory>>> {
+    let fd = own.fd.as_ref().map(OwnedFd::as_fd);
+    let parts = group.reach(deadline).share(own.memory, fd, offers, tag)?;
+    for (link, part) in group.links().iter().zip(&parts) {
+        if let (Some(_), Some(Memory::Host(mapping))) = (link, part) {
+            mapping.populate();
         }
     }
     Ok(parts)

@@ -1,9 +1,11 @@
 //! Memory that ranks share: anonymous, unnamed, gone with its last mapping.
 
 mod mapping;
+mod memory;
 mod registry;
 mod words;
 
 pub use mapping::Mapping;
+pub use memory::{DeviceMemory, Memory};
 pub use registry::{SegmentId, find, publish};
 pub use words::Words;

@@ -40,6 +40,11 @@ impl Routing {
         Ok(Routing { tensor })
     }
 
+    /// The ids as they lie in memory.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
     /// Tokens of this rank.
     pub fn num_tokens(&self) -> usize {
         self.tensor.rows

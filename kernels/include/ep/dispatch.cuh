@@ -160,7 +160,8 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
         }
         __syncthreads();
         uint32_t warp = threadIdx.x / 32;
-        uint32_t num_senders = num_sender_warps(shared.active_warps, shared.incoming.used());
+        const MessageLayout &incoming = shared.incoming;
+        uint32_t num_senders = num_sender_warps(shared.active_warps, incoming.used(), incoming.through != 0);
         fill_gaps(args, view);
         if (warp < num_senders) {
             send_tokens(ctx, args, view, shared, stages);

@@ -9,11 +9,15 @@
 
 namespace ep {
 
-// With messages some warps of a block send and others receive: receivers read and write every row, senders
-// read each row once for several destinations.
-__device__ inline uint32_t num_sender_warps(uint32_t active_warps, bool receiving)
+// With messages some warps of a block send and others receive. Receivers of payloads read and write every row,
+// senders read each row once for several destinations; without payloads two warps receive what all others send,
+// and more would only poll.
+__device__ inline uint32_t num_sender_warps(uint32_t active_warps, bool receiving, bool payloads)
 {
-    return receiving ? max(1u, active_warps * 3 / 8) : active_warps;
+    if (!receiving) {
+        return active_warps;
+    }
+    return payloads ? max(1u, active_warps * 3 / 8) : max(1u, active_warps - min(2u, active_warps - 1));
 }
 
 // What a block knows of a destination. A payload without a base goes through the ring.
@@ -244,24 +248,44 @@ struct Stages {
     }
 };
 
-// The row of slot `k` of a token at its destination, or -1 if it has none there.
-__device__ inline int64_t row_of_slot(const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                      const DispatchShared &shared, uint32_t token, uint32_t k, uint32_t *rank)
+// What a lane knows of one slot of a token.
+struct SlotInFlight {
+    int32_t expert; // -1: none
+    uint32_t rank;
+    uint32_t slot_pos;
+    uint32_t rank_pos;
+    uint32_t weight; // as bits
+    int64_t row;     // at the destination; -1: it has none there
+};
+
+__device__ inline SlotInFlight look_up_slot(const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                            const DispatchShared &shared, uint32_t token, uint32_t k)
 {
+    SlotInFlight found{-1, 0, uint32_t(EP_CUDA_NO_ROW), uint32_t(EP_CUDA_NO_ROW), 0, -1};
+    if (k >= args.plan.topk) {
+        return found;
+    }
     uint32_t slot = token * args.plan.topk + k;
-    int32_t expert = k < args.plan.topk ? view.expert[slot] : -1;
-    if (expert < 0) {
-        return -1;
+    found.expert = view.expert[slot];
+    found.slot_pos = view.slot_pos[slot];
+    found.rank_pos = view.rank_pos[slot];
+    if (args.topk_weights.data != 0) {
+        const char *weights = reinterpret_cast<const char *>(args.topk_weights.data);
+        weights += token * args.topk_weights.row_pitch + k * args.topk_weights.col_pitch;
+        found.weight = *reinterpret_cast<const uint32_t *>(weights);
     }
-    *rank = view.owner[expert];
-    const Destination &to = shared.destinations[*rank];
+    if (found.expert < 0) {
+        return found;
+    }
+    found.rank = view.owner[found.expert];
+    const Destination &to = shared.destinations[found.rank];
     bool flat = args.plan.layout == 0;
-    uint32_t position = flat ? view.rank_pos[slot] : view.slot_pos[slot];
-    if (position == uint32_t(EP_CUDA_NO_ROW)) {
-        return -1;
+    uint32_t position = flat ? found.rank_pos : found.slot_pos;
+    if (position != uint32_t(EP_CUDA_NO_ROW)) {
+        uint64_t row = uint64_t(to.tail[flat ? 0 : 1 + found.expert - view.first[found.rank]]) + position;
+        found.row = row < to.capacity ? int64_t(row) : -1;
     }
-    uint64_t row = uint64_t(to.tail[flat ? 0 : 1 + expert - view.first[*rank]]) + position;
-    return row < to.capacity ? int64_t(row) : -1;
+    return found;
 }
 
 // A warp copies one row element by element, or 16 bytes at a time where both sides allow it.
@@ -297,8 +321,7 @@ struct Announcement {
 struct TokenInFlight {
     uint32_t token;
     uint32_t stage;
-    uint32_t rank[2];
-    int64_t row[2];
+    SlotInFlight slots[2];
 };
 
 // One warp sends tokens: rows by the copy engine, whatever it cannot take by the warp itself.
@@ -314,7 +337,7 @@ struct TokenSender {
     // Starts the token's rows on their way into a stage, and looks up where they go.
     __device__ TokenInFlight load(uint32_t token, uint32_t stage)
     {
-        TokenInFlight flight{token, stage, {0, 0}, {-1, -1}};
+        TokenInFlight flight{token, stage, {}};
 #if __CUDA_ARCH__ >= 900
         if (shared.stage_bytes != 0 && threadIdx.x % 32 == 0) {
             mbarrier_expect(&stages.barriers[stage], shared.stage_bytes);
@@ -330,9 +353,8 @@ struct TokenSender {
 #endif
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            if (i < num_slots) {
-                flight.row[i] = row_of_slot(args, view, shared, token, 32 * i + threadIdx.x % 32, &flight.rank[i]);
-            }
+            uint32_t k = i < num_slots ? 32 * i + threadIdx.x % 32 : EP_CUDA_MAX_TOPK;
+            flight.slots[i] = look_up_slot(args, view, shared, token, k);
         }
         return flight;
     }
@@ -344,19 +366,20 @@ struct TokenSender {
         bool ok = true;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            if (i < num_slots) {
-                ok = ok && open_message(flight.token, 32 * i + threadIdx.x % 32, pending[i], &messages[i]);
-            }
+            ok = ok && open_message(flight.slots[i], pending[i], &messages[i]);
         }
         ok = __all_sync(0xffffffffu, ok);
+        if (ok) {
+            write_metas(flight, messages);
+        }
         if (shared.stage_bytes != 0) {
             stages.await(flight.stage);
         }
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
             if (ok && i < num_slots) {
-                store_staged(flight.stage, flight.rank[i], flight.row[i], messages[i]);
-                store_others(flight.token, flight.rank[i], flight.row[i], messages[i]);
+                store_staged(flight.stage, flight.slots[i], messages[i]);
+                store_others(flight.token, flight.slots[i], messages[i]);
             }
         }
 #if __CUDA_ARCH__ >= 900
@@ -365,78 +388,88 @@ struct TokenSender {
         return ok;
     }
 
-    // True if slot `k` of the token is the first one to a rank that takes messages.
-    __device__ bool has_message(uint32_t token, uint32_t k, uint32_t *rank, uint32_t *index) const
+    // True if the slot is the token's first one to a rank that takes messages.
+    __device__ bool has_message(const SlotInFlight &slot) const
     {
-        uint32_t slot = token * args.plan.topk + k;
-        if (k >= args.plan.topk || view.expert[slot] < 0 || view.rank_pos[slot] == uint32_t(EP_CUDA_NO_ROW)) {
+        if (slot.expert < 0 || slot.rank_pos == uint32_t(EP_CUDA_NO_ROW)) {
             return false;
         }
-        *rank = view.owner[view.expert[slot]];
-        *index = view.rank_pos[slot];
-        const Destination &to = shared.destinations[*rank];
+        const Destination &to = shared.destinations[slot.rank];
         // A flat row that does not fit has no message; the receiver counts the same way.
-        bool fits = args.plan.layout != 0 || to.tail[0] + uint64_t(*index) < to.capacity;
-        return to.messages.used() && fits;
+        return to.messages.used() && (args.plan.layout != 0 || slot.row >= 0);
     }
 
     // True if all of the token's messages have room.
-    __device__ bool has_room(uint32_t token) const
+    __device__ bool has_room(const TokenInFlight &flight) const
     {
         bool room = true;
-        for (uint32_t i = 0; i < num_slots; ++i) {
-            uint32_t rank, index;
-            if (has_message(token, 32 * i + threadIdx.x % 32, &rank, &index)) {
-                Ring ring(ctx, args.group.rank, rank, shared.destinations[rank].messages);
-                room = room && ring.has_room(ctx, index);
+#pragma unroll
+        for (const SlotInFlight &slot : flight.slots) {
+            if (has_message(slot)) {
+                Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
+                room = room && ring.has_room(ctx, slot.rank_pos);
             }
         }
         return __all_sync(0xffffffffu, room);
     }
 
-    // Waits for room for the message of slot `k`, if it has one, and writes its meta. False: the call failed.
-    __device__ bool open_message(uint32_t token, uint32_t k, Announcement &announcement, char **message)
+    // Waits for room for the slot's message, if it has one. False: the call failed.
+    __device__ bool open_message(const SlotInFlight &slot, Announcement &announcement, char **message)
     {
-        uint32_t rank, index;
-        if (!has_message(token, k, &rank, &index)) {
+        if (!has_message(slot)) {
             return true;
         }
-        const Destination &to = shared.destinations[rank];
-        Ring ring(ctx, args.group.rank, rank, to.messages);
-        if (!ring.await_room(ctx, rank, index, EP_CUDA_SITE_DISPATCH_RING)) {
+        Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
+        if (!ring.await_room(ctx, slot.rank, slot.rank_pos, EP_CUDA_SITE_DISPATCH_RING)) {
             return false;
         }
-        *message = ring.slot(index);
-        announcement.word = ring.full(index);
-        announcement.tag = message_tag(ctx.epoch, index);
-        if (to.messages.meta != 0) {
-            write_meta(token, rank, reinterpret_cast<uint32_t *>(*message));
-        }
+        *message = ring.slot(slot.rank_pos);
+        announcement.word = ring.full(slot.rank_pos);
+        announcement.tag = message_tag(ctx.epoch, slot.rank_pos);
         return true;
     }
 
-    __device__ void write_meta(uint32_t token, uint32_t rank, uint32_t *words)
+    // The warp writes the meta of each message together, a slot a lane.
+    __device__ void write_metas(const TokenInFlight &flight, char *(&messages)[2])
     {
-        uint32_t topk = args.plan.topk;
-        words[0] = token;
-        for (uint32_t k = 0; k < topk; ++k) {
-            int32_t expert = view.expert[token * topk + k];
-            bool here = expert >= 0 && view.owner[expert] == rank;
-            words[4 + k] = here ? expert - view.first[rank] : uint32_t(EP_CUDA_NO_ROW);
-            words[4 + topk + k] = view.slot_pos[token * topk + k];
-            if (args.topk_weights.data != 0) {
-                const char *weight = reinterpret_cast<const char *>(args.topk_weights.data) +
-                                     token * args.topk_weights.row_pitch + k * args.topk_weights.col_pitch;
-                words[4 + 2 * topk + k] = here ? *reinterpret_cast<const uint32_t *>(weight) : 0;
+        uint32_t topk = args.plan.topk, lane = threadIdx.x % 32;
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            uint32_t opened = __ballot_sync(0xffffffffu, messages[i] != nullptr);
+            for (; opened != 0; opened &= opened - 1) {
+                uint32_t source = __ffs(opened) - 1;
+                uint32_t rank = __shfl_sync(0xffffffffu, flight.slots[i].rank, source);
+                uint32_t *words = reinterpret_cast<uint32_t *>(
+                    __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(messages[i]), source));
+                if (shared.destinations[rank].messages.meta == 0) {
+                    continue;
+                }
+                if (lane == 0) {
+                    words[0] = flight.token;
+                }
+#pragma unroll
+                for (uint32_t j = 0; j < 2; ++j) {
+                    const SlotInFlight &slot = flight.slots[j];
+                    uint32_t k = 32 * j + lane;
+                    bool here = slot.expert >= 0 && slot.rank == rank;
+                    if (k < topk) {
+                        words[4 + k] = here ? slot.expert - view.first[rank] : uint32_t(EP_CUDA_NO_ROW);
+                        words[4 + topk + k] = slot.slot_pos;
+                    }
+                    if (k < topk && args.topk_weights.data != 0) {
+                        words[4 + 2 * topk + k] = here ? slot.weight : 0;
+                    }
+                }
             }
         }
     }
 
     // Each lane starts the copies of its own slot: to its row, and into its message.
-    __device__ void store_staged(uint32_t stage, uint32_t rank, int64_t row, char *message)
+    __device__ void store_staged(uint32_t stage, const SlotInFlight &slot, char *message)
     {
 #if __CUDA_ARCH__ >= 900
-        const Destination &to = shared.destinations[rank];
+        int64_t row = slot.row;
+        const Destination &to = shared.destinations[slot.rank];
         for (uint32_t i = 0; i < args.num_payloads; ++i) {
             if ((shared.bulk >> i & 1u) == 0) {
                 continue;
@@ -454,16 +487,16 @@ struct TokenSender {
     }
 
     // The warp copies the other payloads, slot by slot.
-    __device__ void store_others(uint32_t token, uint32_t rank, int64_t row, char *message)
+    __device__ void store_others(uint32_t token, const SlotInFlight &slot, char *message)
     {
         if (shared.bulk == (1u << args.num_payloads) - 1) {
             return;
         }
-        uint32_t slots = __ballot_sync(0xffffffffu, row >= 0 || message != nullptr);
+        uint32_t slots = __ballot_sync(0xffffffffu, slot.row >= 0 || message != nullptr);
         for (; slots != 0; slots &= slots - 1) {
             uint32_t source = __ffs(slots) - 1;
-            const Destination &to = shared.destinations[__shfl_sync(0xffffffffu, rank, source)];
-            int64_t to_row = __shfl_sync(0xffffffffu, row, source);
+            const Destination &to = shared.destinations[__shfl_sync(0xffffffffu, slot.rank, source)];
+            int64_t to_row = __shfl_sync(0xffffffffu, slot.row, source);
             char *to_message =
                 reinterpret_cast<char *>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(message), source));
             for (uint32_t i = 0; i < args.num_payloads; ++i) {
@@ -535,7 +568,7 @@ __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_ar
             next_flight = sender.load(next, next_stage);
         }
         // What is in the rings already must be announced before this warp waits for room in them.
-        if (!sender.has_room(flight.token)) {
+        if (!sender.has_room(flight)) {
             sender.announce<0>(last);
         }
         bool ok = sender.store(flight);

@@ -67,13 +67,9 @@ __device__ inline void publish(const Context &ctx, uint32_t peer, Fill fill)
 // The descriptor of `peer` for this call, or null if the wait failed.
 __device__ inline ep_wire_desc_t *await_desc(const Context &ctx, uint32_t peer, uint32_t site)
 {
+    // Its slot holds an older epoch until then: a peer cannot be further ahead. Pairs with `publish`.
     ep_wire_desc_t *desc = ctx.desc_of(ctx.group.rank, peer);
-    uint64_t seen = 0;
-    // Acquire: pairs with the release in `publish`; makes body and tail visible.
-    bool there = wait_until(
-        ctx, site, peer, ctx.epoch, [&] { return (seen = ld_acquire_sys(&desc->epoch)) == ctx.epoch; },
-        [&] { return seen; });
-    return there ? desc : nullptr;
+    return await_word(ctx, &desc->epoch, ctx.epoch, site, peer) ? desc : nullptr;
 }
 
 // Says to `peer`: this rank touches what your descriptor describes no more.
@@ -85,12 +81,8 @@ __device__ inline void arrive(const Context &ctx, uint32_t peer)
 
 __device__ inline bool await_arrival(const Context &ctx, uint32_t peer, uint32_t site)
 {
-    uint64_t *word = &ctx.line_of(ctx.group.rank, peer)->arrival;
-    uint64_t seen = 0;
-    // Acquire: pairs with the release in `arrive`; makes the peer's rows visible.
-    return wait_until(
-        ctx, site, peer, ctx.epoch, [&] { return (seen = ld_acquire_sys(word)) >= ctx.epoch; },
-        [&] { return seen; });
+    // Pairs with the release in `arrive`; makes the peer's rows visible.
+    return await_word(ctx, &ctx.line_of(ctx.group.rank, peer)->arrival, ctx.epoch, site, peer);
 }
 
 // True in exactly one block of the call: the first to ask.

@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t *address)
     return value;
 }
 
+__device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t *address)
+{
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t *address)
 {
     uint32_t value;

@@ -74,42 +74,31 @@ struct Ring {
 
     __device__ char *slot(uint32_t index) const { return area + kSlotsOffset + uint64_t(index % slots) * slot_bytes; }
 
-    // True if the slot of message `index` may be written.
+    // True if a wait for the room, or for the message, would end at once. Relaxed: a hint.
     __device__ bool has_room(const Context &ctx, uint32_t index) const
     {
-        // Acquire: as in `await_room`.
-        return index < slots || ld_acquire_sys(taken + index % slots) >= message_tag(ctx.epoch, index - slots);
+        return index < slots || ld_relaxed_sys(taken + index % slots) >= message_tag(ctx.epoch, index - slots);
     }
 
-    // True if message `index` is in its slot.
     __device__ bool has_message(const Context &ctx, uint32_t index) const
     {
-        // Acquire: as in `await_message`.
-        return ld_acquire_sys(full(index)) >= message_tag(ctx.epoch, index);
+        return ld_relaxed_sys(full(index)) >= message_tag(ctx.epoch, index);
     }
 
-    // Waits until the slot of message `index` may be written.
+    // Waits until the slot of message `index` may be written. In a call's first lap it may: the last call took
+    // all its messages out before it ended.
     __device__ bool await_room(const Context &ctx, uint32_t receiver, uint32_t index, uint32_t site) const
     {
-        if (index < slots) {
-            // The call's first lap: the last call took all its messages out before it ended.
-            return true;
-        }
-        uint64_t expected = message_tag(ctx.epoch, index - slots), seen = 0;
-        // Acquire: pairs with the release in `put_back`; the receiver reads the slot no more.
-        return wait_until(
-            ctx, site, receiver, expected, [&] { return (seen = ld_acquire_sys(taken + index % slots)) >= expected; },
-            [&] { return seen; });
+        // Pairs with the release in `put_back`; the receiver reads the slot no more.
+        return index < slots || await_word(ctx, taken + index % slots, message_tag(ctx.epoch, index - slots), site,
+                                           receiver);
     }
 
     // Waits until message `index` is in its slot.
     __device__ bool await_message(const Context &ctx, uint32_t source, uint32_t index, uint32_t site) const
     {
-        uint64_t expected = message_tag(ctx.epoch, index), seen = 0;
-        // Acquire: pairs with the release of the `full` word by the source; makes the message visible.
-        return wait_until(
-            ctx, site, source, expected, [&] { return (seen = ld_acquire_sys(full(index))) >= expected; },
-            [&] { return seen; });
+        // Pairs with the release of the `full` word by the source; makes the message visible.
+        return await_word(ctx, full(index), message_tag(ctx.epoch, index), site, source);
     }
 
     // Says that the slot of message `index` may be written again.

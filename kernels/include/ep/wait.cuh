@@ -118,12 +118,20 @@ __device__ inline bool is_broken(const Context &ctx)
     return ld_relaxed_sys(&ctx.error_of(ctx.group.rank)->state) != 0u;
 }
 
-// Polls `ready` until it holds. False: the deadline passed or the group broke, and that is recorded.
-template <typename Ready, typename Seen>
-__device__ inline bool wait_until(const Context &ctx, uint32_t site, uint32_t peer, uint64_t expected, Ready ready,
-                                  Seen seen)
+// Polls between which a waiting thread lets the others of its SM work.
+constexpr uint32_t kEagerPolls = 16;
+constexpr uint32_t kPauseNs = 32;
+
+// Polls a monotonic word until it is at least `expected`. Polls are relaxed: an acquire load empties the
+// first-level cache each time. False: the deadline passed or the group broke, and that is recorded.
+__device__ inline bool await_word(const Context &ctx, const uint64_t *word, uint64_t expected, uint32_t site,
+                                  uint32_t peer)
 {
-    for (uint32_t polls = 1; !ready(); ++polls) {
+    uint64_t seen;
+    for (uint32_t polls = 1; (seen = ld_relaxed_sys(word)) < expected; ++polls) {
+        if (polls > kEagerPolls) {
+            __nanosleep(kPauseNs);
+        }
         if (polls % 256 != 0) {
             continue;
         }
@@ -132,14 +140,16 @@ __device__ inline bool wait_until(const Context &ctx, uint32_t site, uint32_t pe
             return false;
         }
         if (ld_relaxed_sys(&ctx.report()->host_abort) != 0u) {
-            fail(ctx, kErrAborted, site, int32_t(peer), expected, seen());
+            fail(ctx, kErrAborted, site, int32_t(peer), expected, seen);
             return false;
         }
         if (global_timer_ns() > ctx.deadline_ns) {
-            fail(ctx, kErrTimeout, site, int32_t(peer), expected, seen());
+            fail(ctx, kErrTimeout, site, int32_t(peer), expected, seen);
             return false;
         }
     }
+    // Acquire: pairs with the release that the caller names; what the writer did before is visible.
+    ld_acquire_sys(word);
     return true;
 }
 

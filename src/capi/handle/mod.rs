@@ -10,6 +10,7 @@
 
 use std::cell::UnsafeCell;
 use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -57,6 +58,11 @@ struct Free {
     indices: VecDeque<usize>,
     /// Slots from here on were never used.
     next: usize,
+}
+
+/// True for what looks like a handle of ours, alive or not; the addresses of objects never do.
+pub(crate) fn is_handle(pointer: *const c_void) -> bool {
+    Bits::decode(pointer.addr()).is_some()
 }
 
 /// Whether an object may be destroyed while calls use it.

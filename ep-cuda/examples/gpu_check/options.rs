@@ -1,0 +1,66 @@
+//! The command line: `name=value`.
+
+/// What to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    All,
+    Check,
+    Bench,
+}
+
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub ranks: usize,
+    pub tokens: usize,
+    pub hidden: usize,
+    pub topk: usize,
+    pub experts: usize,
+    pub sms: u32,
+    pub what: What,
+    /// Random cases of the check.
+    pub cases: usize,
+    pub seed: u64,
+    pub timeout_ms: u32,
+}
+
+impl Options {
+    pub fn parse(arguments: &[String]) -> Result<Options, String> {
+        let mut options = Options {
+            ranks: 4,
+            tokens: 4096,
+            hidden: 7168,
+            topk: 8,
+            experts: 256,
+            sms: 24,
+            what: What::All,
+            cases: 24,
+            seed: 1,
+            timeout_ms: 10_000,
+        };
+        for argument in arguments {
+            let (name, value) = argument.split_once('=').ok_or(format!("'{argument}' is not name=value"))?;
+            let number = || value.parse::<usize>().map_err(|_| format!("'{argument}' needs a number"));
+            match name {
+                "ranks" => options.ranks = number()?,
+                "tokens" => options.tokens = number()?,
+                "hidden" => options.hidden = number()?,
+                "topk" => options.topk = number()?,
+                "experts" => options.experts = number()?,
+                "sms" => options.sms = number()? as u32,
+                "cases" => options.cases = number()?,
+                "seed" => options.seed = number()? as u64,
+                "timeout_ms" => options.timeout_ms = number()? as u32,
+                "what" => {
+                    options.what = match value {
+                        "all" => What::All,
+                        "check" => What::Check,
+                        "bench" => What::Bench,
+                        _ => return Err(format!("'{argument}': expected all, check or bench")),
+                    }
+                }
+                _ => return Err(format!("'{name}' is unknown; see the top of gpu_check/main.rs")),
+            }
+        }
+        Ok(options)
+    }
+}

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Checks and measures the CUDA backend on a machine with a GPU, which needs no compiler for that.
+#
+#   scripts/gpu.sh build            here: what the other machine runs, into build/gpu
+#   scripts/gpu.sh run              there, from the root of the same tree: check, then measure
+#   scripts/gpu.sh run ARG...       the same with arguments for gpu_check, see ep-cuda/examples/gpu_check
+#
+# EP_CUDA_ARCHS (build) is sm_90a unless set. `run` refuses programs that were built from another tree.
+# Several ranks share one GPU through MPS, which `run` starts with directories of its own, and stops.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '%s\n' "$*" >&2; }
+out=build/gpu
+
+# Of what decides what the programs do, as it lies here. Needs no git.
+tree_hash() {
+    LC_ALL=C find kernels ep-cuda ep-core Cargo.lock -type f ! -name '*.swp' -print0 | LC_ALL=C sort -z |
+        xargs -0 sha256sum | sha256sum | cut -c 1-16
+}
+
+build() {
+    local tree
+    tree=$(tree_hash)
+    CUDA_HOME=$(scripts/cuda.sh)
+    export CUDA_HOME EP_REQUIRE_KERNELS=1 EP_CUDA_ARCHS="${EP_CUDA_ARCHS:-sm_90a}" EP_GPU_TREE=$tree
+    "${CARGO:-cargo}" build --release --locked -p ep-cuda --example gpu_check
+    rm -rf "$out"
+    mkdir -p "$out"
+    strip -o "$out/gpu_check" "${CARGO_TARGET_DIR:-target}/release/examples/gpu_check"
+    printf '%s\n' "$tree" >"$out/tree"
+    du -sh "$out" >&2
+}
+
+mps_dir=
+stop_mps() {
+    [ -n "$mps_dir" ] || return 0
+    echo quit | nvidia-cuda-mps-control >/dev/null 2>&1 || true
+    # Its last log lines say why a client was ended.
+    grep -ihE 'error|fatal|exception' "$mps_dir"/log/*.log 2>/dev/null | tail -n 5 >&2 || true
+    rm -rf "$mps_dir"
+    mps_dir=
+}
+
+start_mps() {
+    if ! command -v nvidia-cuda-mps-control >/dev/null; then
+        say "gpu: no nvidia-cuda-mps-control: ranks on one GPU take turns, which is slow"
+        return
+    fi
+    mps_dir=$(mktemp -d)
+    mkdir "$mps_dir/pipe" "$mps_dir/log"
+    export CUDA_MPS_PIPE_DIRECTORY=$mps_dir/pipe CUDA_MPS_LOG_DIRECTORY=$mps_dir/log
+    trap stop_mps EXIT
+    nvidia-cuda-mps-control -d
+}
+
+run() {
+    local have want status=0
+    [ -x "$out/gpu_check" ] || { say "gpu: $out/gpu_check is missing; scripts/gpu.sh build makes it"; exit 1; }
+    have=$(cat "$out/tree") want=$(tree_hash)
+    if [ "$have" != "$want" ]; then
+        say "gpu: $out was built from tree $have, this is $want; build again"
+        exit 1
+    fi
+    start_mps
+    if [ $# -gt 0 ]; then
+        timeout 560 "$out/gpu_check" "$@" || status=1
+    else
+        timeout 200 "$out/gpu_check" what=check ranks=1 cases=12 seed=3 || status=1
+        timeout 200 "$out/gpu_check" what=check ranks=3 cases=32 seed=2 || status=1
+        timeout 200 "$out/gpu_check" ranks=4 sms=24 || status=1
+        timeout 200 "$out/gpu_check" what=bench ranks=8 sms=16 || status=1
+    fi
+    printf '\ntree %s: %s\n' "$have" "$([ $status = 0 ] && echo passed || echo FAILED)"
+    return $status
+}
+
+case ${1:-} in
+build) build ;;
+run)
+    shift
+    run "$@"
+    ;;
+*)
+    say "usage: scripts/gpu.sh build | run [ARG...]"
+    exit 2
+    ;;
+esac
