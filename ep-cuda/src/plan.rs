@@ -261,7 +261,7 @@ impl DevicePlan for CudaPlan {
     }
 
     unsafe fn combine(&self, call: &CombineCall, places: &[Place; 2], how: &How) -> Result<()> {
-        self.check_combine(call)?;
+        self.check_combine(call, places)?;
         // SAFETY: by the caller's word.
         let start = unsafe { self.shared.start(self.shape.lane, how) }?;
         let args = args::CombineArgs {
@@ -345,7 +345,7 @@ impl CudaPlan {
         arrays.iter().try_for_each(|(name, array)| check::address(self.context(), *array as u64, name))
     }
 
-    fn check_combine(&self, call: &CombineCall) -> Result<()> {
+    fn check_combine(&self, call: &CombineCall, places: &[Place; 2]) -> Result<()> {
         let tensors = [
             ("inputs.rows", Some(&call.rows)),
             ("inputs.row_weights", call.row_weights.as_ref()),
@@ -355,7 +355,18 @@ impl CudaPlan {
             ("outputs.combined", Some(&call.combined)),
             ("outputs.combined_weights", call.combined_weights.as_ref()),
         ];
-        tensors.iter().try_for_each(|(name, tensor)| self.check(*tensor, name))
+        tensors.iter().try_for_each(|(name, tensor)| self.check(*tensor, name))?;
+        // Its kernels read rows where they lie, and peers can only reach windows.
+        let hidden = |tensor: &Tensor, place: &Place| tensor.rows > 0 && place.window == 0;
+        let weights = call.row_weights.as_ref().is_some_and(|weights| hidden(weights, &places[1]));
+        if self.shape.num_ranks() > 1 && (hidden(&call.rows, &places[0]) || weights) {
+            return Err(Error::new(
+                Status::Unsupported,
+                "the CUDA backend combines rows and row_weights that lie in a window of the group; let the \
+                 experts write there, or copy them in",
+            ));
+        }
+        Ok(())
     }
 
     fn dispatch_args(

@@ -38,7 +38,7 @@ struct Workload {
 }
 
 struct Row {
-    name: &'static str,
+    name: String,
     outcome: Result<Times>,
     /// Payload bytes that arrive at a rank, on average; 0: no rate.
     bytes: f64,
@@ -62,37 +62,59 @@ pub fn run(rank: &mut Rank, options: &Options) -> std::result::Result<(), String
 
 fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
     let copy = copy_limit(rank)?;
-    let mut rows =
-        vec![Row { name: "copy, device to device, alone", bytes: COPY_BYTES as f64, outcome: Ok(copy) }];
-    for (window, fp8) in [(true, false), (true, true), (false, false), (false, true)] {
-        let work = Workload::new(rank, options, window, fp8)?;
+    let mut rows = vec![Row {
+        name: String::from("copy, device to device, alone"),
+        bytes: COPY_BYTES as f64,
+        outcome: Ok(copy),
+    }];
+    for kind in Kind::ALL {
+        let work = Workload::new(rank, options, kind)?;
         let bytes = average(rank, (work.rows * work.row_bytes) as f64)?;
-        if window && !fp8 {
-            rows.push(Row { name: "plan update", bytes: 0.0, outcome: time(rank, &work, &[Step::Update]) });
-        }
-        let name = match (window, fp8) {
-            (true, false) => "dispatch bf16, window",
-            (true, true) => "dispatch fp8 + scales, window",
-            (false, false) => "dispatch bf16, ordinary memory",
-            (false, true) => "dispatch fp8 + scales, ordinary memory",
+        let mut measure = |name: &str, steps: &[Step]| {
+            let outcome = time(rank, &work, steps);
+            rows.push(Row { name: format!("{name} {}", kind.name()), bytes, outcome });
         };
-        rows.push(Row { name, bytes, outcome: time(rank, &work, &[Step::Dispatch]) });
-        if !fp8 {
-            let name = if window { "combine bf16, window" } else { "combine bf16, ordinary memory" };
-            rows.push(Row { name, bytes, outcome: time(rank, &work, &[Step::Combine]) });
+        if kind == Kind::ALL[0] {
+            measure("plan update,", &[Step::Update]);
         }
-        if !window {
-            let name = match fp8 {
-                false => "update + dispatch bf16, ordinary memory",
-                true => "update + dispatch fp8, ordinary memory",
-            };
-            rows.push(Row { name, bytes, outcome: time(rank, &work, &[Step::Update, Step::Dispatch]) });
+        measure("dispatch", &[Step::Dispatch]);
+        if kind.window && !kind.fp8 && !kind.origins {
+            measure("combine", &[Step::Combine]);
+        }
+        if !kind.window {
+            measure("update + dispatch", &[Step::Update, Step::Dispatch]);
         }
         if rank.cuda.group.health(&mut []).is_some() {
             break;
         }
     }
     Ok(rows)
+}
+
+/// What is dispatched, and where to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Kind {
+    fp8: bool,
+    window: bool,
+    /// Ids and weights of each row are wanted, outside the window.
+    origins: bool,
+}
+
+impl Kind {
+    const ALL: [Kind; 6] = [
+        Kind { fp8: false, window: true, origins: false },
+        Kind { fp8: true, window: true, origins: false },
+        Kind { fp8: false, window: true, origins: true },
+        Kind { fp8: false, window: false, origins: false },
+        Kind { fp8: true, window: false, origins: false },
+        Kind { fp8: false, window: false, origins: true },
+    ];
+
+    fn name(self) -> String {
+        let what = if self.fp8 { "fp8 + scales" } else { "bf16" };
+        let place = if self.window { "window" } else { "ordinary memory" };
+        format!("{what}, {place}{}", if self.origins { ", ids and weights" } else { "" })
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -103,7 +125,8 @@ enum Step {
 }
 
 impl Workload {
-    fn new(rank: &mut Rank, options: &Options, window: bool, fp8: bool) -> Result<Workload> {
+    fn new(rank: &mut Rank, options: &Options, kind: Kind) -> Result<Workload> {
+        let Kind { fp8, window, origins } = kind;
         let Options { tokens, hidden, topk, experts, seed, .. } = *options;
         let case = Case::large(seed + 1, rank.num_ranks, tokens, hidden, topk, experts);
         let side = &mut rank.cuda;
@@ -133,14 +156,17 @@ impl Workload {
             blocks.push(side.arena.block(rows * cols * dtype.bytes(), window)?);
             outputs.payloads[i] = RawTensor::contiguous(blocks[blocks.len() - 1].address, dtype, rows, cols);
         }
-        blocks.push(side.arena.holding(&case.data(rank.rank, 2, Dtype::F32, tokens * topk), false)?);
-        inputs.topk_weights =
-            RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::F32, tokens, topk);
-        blocks.push(side.arena.block(4 * rows * topk, false)?);
-        outputs.topk_weights =
-            RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::F32, rows, topk);
-        blocks.push(side.arena.block(8 * rows * topk, false)?);
-        outputs.topk_idx = RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::I64, rows, topk);
+        if origins {
+            blocks.push(side.arena.holding(&case.data(rank.rank, 2, Dtype::F32, tokens * topk), false)?);
+            inputs.topk_weights =
+                RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::F32, tokens, topk);
+            blocks.push(side.arena.block(4 * rows * topk, false)?);
+            outputs.topk_weights =
+                RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::F32, rows, topk);
+            blocks.push(side.arena.block(8 * rows * topk, false)?);
+            outputs.topk_idx =
+                RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::I64, rows, topk);
+        }
         blocks.push(side.arena.block(2 * tokens * hidden, false)?);
         let combined = RawTensor::contiguous(blocks[blocks.len() - 1].address, Dtype::Bf16, tokens, hidden);
         Ok(Workload {
