@@ -19,10 +19,6 @@ const SHADES: [(f64, char, u8, u8); 5] = [
     (f64::INFINITY, '█', 27, 231),
 ];
 
-/// What the shades mean.
-pub(crate) const LEGEND: &str =
-    "blank: below half the mean   ░ below 0.8   ▒ about the mean   ▓ above 1.25   █ above 2";
-
 /// Columns of a terminal that the maps fit.
 const WIDTH: usize = 100;
 /// Columns between maps.
@@ -40,6 +36,17 @@ fn short(value: f64) -> String {
         ..9.95e6 => format!("{:.1}M", value / 1e6),
         _ => format!("{:.0}M", value / 1e6),
     }
+}
+
+/// What the shades, or the colours, mean.
+pub(crate) fn legend(colour: bool) -> String {
+    let words = ["below half the mean", "below 0.8", "about the mean", "above 1.25", "above 2"];
+    let entry = |(&(_, shade, back, _), words): (&(f64, char, u8, u8), &str)| match (colour, shade) {
+        (true, _) => format!("\x1b[48;5;{back}m  \x1b[0m {words}"),
+        (false, ' ') => format!("blank: {words}"),
+        (false, shade) => format!("{shade} {words}"),
+    };
+    SHADES.iter().zip(words).map(entry).collect::<Vec<_>>().join("   ")
 }
 
 impl Heat {
@@ -144,5 +151,6 @@ mod tests {
         };
         let coloured = plain(render(&[map("a", 3)], true));
         assert!(coloured.contains("4.0k") && !coloured.contains('\x1b'), "{coloured}");
+        assert!(legend(false).chars().count() <= WIDTH && legend(true).contains("above 2"));
     }
 }

@@ -46,6 +46,8 @@ pub(crate) struct Line {
     ratio: Option<f64>,
     verified: bool,
     verified_rows: usize,
+    /// More than `verified_rows` where sums were sampled.
+    rows_in_all: usize,
     verified_bytes: usize,
 }
 
@@ -98,6 +100,7 @@ impl Line {
             ratio: peer.map(|samples| rounded(micros(samples.percentile(50.0)) / p50, 3)),
             verified: true,
             verified_rows: measured.verified.compared,
+            rows_in_all: measured.verified.total,
             verified_bytes: measured.verified.bytes,
         }
     }
@@ -144,7 +147,10 @@ pub(crate) fn table(lines: &[Line]) -> String {
             line.of_limit.map_or("-".to_string(), |part| format!("{:.0} %", 100.0 * part)),
             or_none(line.peer_us, 0),
             or_none(line.ratio, 2),
-            line.verified_rows.to_string(),
+            match line.rows_in_all == line.verified_rows {
+                true => line.verified_rows.to_string(),
+                false => format!("{} of {}", line.verified_rows, line.rows_in_all),
+            },
         ]);
     }
     table.to_string()

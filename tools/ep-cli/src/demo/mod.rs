@@ -86,8 +86,9 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
         return Ok(());
     }
     say(format!("{}\n{}\n", report::table(&layers), report::EXPLANATION))?;
-    say(format!("Rows from rank to rank, expert-major:\n{}\n", heat::LEGEND))?;
-    say(report::heat(&layers, std::io::stdout().is_terminal()))?;
+    let colour = std::io::stdout().is_terminal();
+    say(format!("Rows from rank to rank, expert-major:\n{}\n", heat::legend(colour)))?;
+    say(report::heat(&layers, colour))?;
     say(verdict.line())?;
     Ok(())
 }
