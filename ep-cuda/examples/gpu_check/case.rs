@@ -56,6 +56,8 @@ pub struct Case {
     pub origins: bool,
     /// Rows of the outputs, in per mille of what arrives; 1000: exact.
     pub capacity: usize,
+    /// Rows of the outputs and of the combine, without asking for the counts.
+    pub static_rows: Option<usize>,
     pub ids64: bool,
     /// `EP_REDUCE_`.
     pub order: i32,
@@ -102,6 +104,7 @@ impl Case {
             weights: !rng.one_in(3),
             origins: !rng.one_in(3),
             capacity: rng.pick(&[1000, 1000, 1000, 1300, 600]),
+            static_rows: None,
             ids64: rng.one_in(2),
             order: rng.pick(orders),
             bias: rng.below(3),
@@ -134,6 +137,7 @@ impl Case {
             weights: true,
             origins: true,
             capacity: 1000,
+            static_rows: None,
             ids64: true,
             order: 0,
             bias: 0,

@@ -6,6 +6,8 @@ pub enum What {
     All,
     Check,
     Bench,
+    Graph,
+    Faults,
 }
 
 #[derive(Clone, Debug)]
@@ -21,6 +23,8 @@ pub struct Options {
     pub cases: usize,
     pub seed: u64,
     pub timeout_ms: u32,
+    /// Ranks are threads.
+    pub threads: bool,
 }
 
 impl Options {
@@ -36,6 +40,7 @@ impl Options {
             cases: 24,
             seed: 1,
             timeout_ms: 10_000,
+            threads: false,
         };
         for argument in arguments {
             let (name, value) = argument.split_once('=').ok_or(format!("'{argument}' is not name=value"))?;
@@ -50,12 +55,17 @@ impl Options {
                 "cases" => options.cases = number()?,
                 "seed" => options.seed = number()? as u64,
                 "timeout_ms" => options.timeout_ms = number()? as u32,
+                "threads" => options.threads = number()? != 0,
                 "what" => {
                     options.what = match value {
                         "all" => What::All,
                         "check" => What::Check,
                         "bench" => What::Bench,
-                        _ => return Err(format!("'{argument}': expected all, check or bench")),
+                        "graph" => What::Graph,
+                        "faults" => What::Faults,
+                        _ => {
+                            return Err(format!("'{argument}': expected all, check, bench, graph or faults"));
+                        }
                     }
                 }
                 _ => return Err(format!("'{name}' is unknown; see the top of gpu_check/main.rs")),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ep_core::bootstrap::{Bootstrap, TcpBootstrap, UniqueId};
+use ep_core::bootstrap::Bootstrap;
 use ep_core::config::GroupConfig;
 use ep_core::engine::{Backend, Device, Group};
 use ep_core::{Error, Result, Status};
@@ -11,6 +11,7 @@ use ep_cuda::CudaDevice;
 
 use crate::arena::Arena;
 use crate::case::Case;
+use crate::meet::{Meetings, deadline};
 use crate::options::Options;
 use crate::run::{Outputs, Side};
 
@@ -20,16 +21,17 @@ pub struct Rank {
     pub device: Arc<CudaDevice>,
     pub cuda: Side,
     pub host: Side,
-    meeting: TcpBootstrap,
+    pub meetings: Meetings,
+    barrier: Box<dyn Bootstrap>,
 }
 
 /// Room for the random cases; what does not fit lies outside the window.
 const WINDOW: usize = 192 << 20;
 
 impl Rank {
-    pub fn join(options: &Options, rank: usize, ids: &[UniqueId; 3]) -> Result<Rank> {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let mut meeting = TcpBootstrap::connect(&ids[2], rank, options.ranks, deadline)?;
+    pub fn join(options: &Options, rank: usize, mut meetings: Meetings) -> Result<Rank> {
+        let num_ranks = options.ranks;
+        let mut barrier = meetings.next(rank, num_ranks)?;
         let devices = ep_cuda::driver::open()?.num_devices.max(1);
         let device = CudaDevice::open((rank % devices) as i32)?;
         let config = GroupConfig {
@@ -37,11 +39,10 @@ impl Rank {
             max_local_experts: options.experts.max(256) as u32,
             ..GroupConfig::default()
         };
-        let connect = |id| TcpBootstrap::connect(id, rank, options.ranks, deadline);
         let backend = Backend::on(device.clone(), "asked for");
         let on_cuda = GroupConfig { backend: 2, ..config };
-        let cuda = Group::create_on(backend, &on_cuda, Box::new(connect(&ids[0])?), deadline)?;
-        let host = Group::create(&config, Box::new(connect(&ids[1])?), deadline)?;
+        let cuda = Group::create_on(backend, &on_cuda, meetings.next(rank, num_ranks)?, deadline())?;
+        let host = Group::create(&config, meetings.next(rank, num_ranks)?, deadline())?;
         // Rows of the large case, of its dispatch and of its combine.
         let rows = options.tokens * options.ranks.min(options.topk) + 1024;
         let window = (2 * rows * options.hidden * 2).max(WINDOW);
@@ -50,14 +51,14 @@ impl Rank {
         if rank == 0 {
             println!("{}; {}", device.describe(), cuda.group.info().backend_reason);
         }
-        meeting.all_gather(&[], deadline)?;
-        Ok(Rank { rank, num_ranks: options.ranks, device, cuda, host, meeting })
+        barrier.all_gather(&[], deadline())?;
+        Ok(Rank { rank, num_ranks, device, cuda, host, meetings, barrier })
     }
 
     /// Waits for the other ranks, and gives each rank's numbers.
     pub fn gather(&mut self, numbers: &[f64]) -> Result<Vec<Vec<f64>>> {
         let deadline = Instant::now() + Duration::from_secs(120);
-        let blobs = self.meeting.all_gather(bytemuck::cast_slice(numbers), deadline)?;
+        let blobs = self.barrier.all_gather(bytemuck::cast_slice(numbers), deadline)?;
         let number = |bytes: &[u8]| f64::from_ne_bytes(bytes.try_into().unwrap_or_default());
         Ok(blobs.iter().map(|blob| blob.chunks(8).map(number).collect()).collect())
     }
@@ -99,7 +100,7 @@ impl Rank {
     }
 }
 
-fn differ(cuda: &Outputs, host: &Outputs) -> Result<()> {
+pub fn differ(cuda: &Outputs, host: &Outputs) -> Result<()> {
     let different = |text: String| Err(Error::new(Status::Internal, text));
     if cuda.counts != host.counts {
         return different(format!("counts: {:?}, expected {:?}", cuda.counts, host.counts));

@@ -15,7 +15,8 @@ use crate::case::Case;
 
 /// What a case left, by name.
 pub struct Outputs {
-    pub counts: Counts,
+    /// None: nobody asked.
+    pub counts: Option<Counts>,
     pub blocks: Vec<(String, Vec<u8>)>,
 }
 
@@ -27,18 +28,61 @@ pub struct Side {
 
 /// Bytes that outputs hold before a call.
 const FILL: u8 = 0xa5;
+const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The named outputs of a call.
-struct Outs<'a> {
-    arena: &'a mut Arena,
-    made: Vec<(String, Block)>,
+/// What an input holds: the same case fills it again with the same bytes.
+enum Content {
+    Ids,
+    Data { what: u64, dtype: Dtype, elements: usize },
 }
 
-impl Outs<'_> {
-    fn make(&mut self, name: impl Into<String>, bytes: usize, window: bool) -> Result<*mut u8> {
-        let block = self.arena.holding(&vec![FILL; bytes], window)?;
+/// A call of each kind with all its memory, to be run any number of times.
+pub struct Prepared {
+    plan: Plan,
+    options: Options,
+    idx: RawTensor,
+    dispatch: (DispatchInputs, DispatchOutputs),
+    combine: (CombineInputs, CombineOutputs),
+    counts: Option<Counts>,
+    inputs: Vec<(Block, Content)>,
+    outputs: Vec<(String, Block)>,
+}
+
+/// A call of a prepared case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Update,
+    Dispatch,
+    Combine,
+}
+
+/// Makes the tensors of a case.
+struct Maker<'a> {
+    case: &'a Case,
+    arena: &'a mut Arena,
+    inputs: Vec<(Block, Content)>,
+    outputs: Vec<(String, Block)>,
+}
+
+impl Maker<'_> {
+    fn input(
+        &mut self,
+        what: u64,
+        dtype: Dtype,
+        rows: usize,
+        cols: usize,
+        window: bool,
+    ) -> Result<RawTensor> {
+        let block = self.arena.block(rows * cols * dtype.bytes(), window)?;
+        let tensor = RawTensor::contiguous(block.address, dtype, rows, cols);
+        self.inputs.push((block, Content::Data { what, dtype, elements: rows * cols }));
+        Ok(tensor)
+    }
+
+    fn output(&mut self, name: impl Into<String>, bytes: usize, window: bool) -> Result<*mut u8> {
+        let block = self.arena.block(bytes, window)?;
         let address = block.address;
-        self.made.push((name.into(), block));
+        self.outputs.push((name.into(), block));
         Ok(address)
     }
 
@@ -46,37 +90,158 @@ impl Outs<'_> {
         &mut self,
         name: &str,
         dtype: Dtype,
-        (rows, cols): (usize, usize),
+        rows: usize,
+        cols: usize,
         window: bool,
     ) -> Result<RawTensor> {
-        let address = self.make(name, rows * cols * dtype.bytes(), window)?;
+        let address = self.output(name, rows * cols * dtype.bytes(), window)?;
         Ok(RawTensor::contiguous(address, dtype, rows, cols))
+    }
+
+    fn dispatch(
+        &mut self,
+        plan: &Plan,
+        tokens: usize,
+        capacity: usize,
+    ) -> Result<(DispatchInputs, DispatchOutputs)> {
+        let case = self.case;
+        let num_payloads = case.payloads.len() as u32;
+        let mut inputs = DispatchInputs { num_payloads, ..DispatchInputs::default() };
+        let mut outputs = DispatchOutputs { num_payloads, ..DispatchOutputs::default() };
+        for (i, payload) in case.payloads.iter().enumerate() {
+            let (dtype, cols) = (payload.dtype, payload.cols);
+            inputs.payloads[i] = self.input(i as u64, dtype, tokens, cols, false)?;
+            outputs.payloads[i] =
+                self.tensor(&format!("payload {i}"), dtype, capacity, cols, payload.window)?;
+        }
+        let flat = case.layout == Layout::Flat;
+        if case.weights {
+            inputs.topk_weights = self.input(50, Dtype::F32, tokens, case.topk, false)?;
+            let cols = if flat { case.topk } else { 1 };
+            outputs.topk_weights = self.tensor("topk_weights", Dtype::F32, capacity, cols, false)?;
+        }
+        if case.origins {
+            if flat {
+                let dtype = if case.ids64 { Dtype::I64 } else { Dtype::I32 };
+                outputs.topk_idx = self.tensor("topk_idx", dtype, capacity, case.topk, false)?;
+            } else {
+                outputs.src_slot = self.output("src_slot", 4 * capacity, false)?.cast();
+                let bytes = 8 * (plan.num_local_experts() + 1);
+                outputs.expert_offsets = self.output("expert_offsets", bytes, false)?.cast();
+            }
+            outputs.src_rank = self.output("src_rank", 4 * capacity, false)?.cast();
+            outputs.src_token = self.output("src_token", 4 * capacity, false)?.cast();
+        }
+        outputs.num_rows = self.output("num_rows", 8, false)?.cast();
+        outputs.num_required = self.output("num_required", 8, false)?.cast();
+        outputs.num_dropped = self.output("num_dropped", 8, false)?.cast();
+        outputs.rows_per_expert = self.output("rows_per_expert", 8 * plan.num_local_experts(), false)?.cast();
+        Ok((inputs, outputs))
+    }
+
+    fn combine(&mut self, tokens: usize, rows: usize) -> Result<(CombineInputs, CombineOutputs)> {
+        let case = self.case;
+        let (dtype, cols, window) = (case.combine_dtype, case.combine_cols, case.combine_window);
+        let flat = case.layout == Layout::Flat;
+        let mut inputs =
+            CombineInputs { rows: self.input(60, dtype, rows, cols, window)?, ..CombineInputs::default() };
+        if case.weights && !flat {
+            inputs.topk_weights = self.input(61, Dtype::F32, tokens, case.topk, false)?;
+        }
+        for i in 0..case.bias {
+            inputs.bias[i] = self.input(62 + i as u64, dtype, tokens, cols, false)?;
+        }
+        let combined = self.tensor("combined", dtype, tokens, cols, false)?;
+        let mut outputs = CombineOutputs { combined, ..CombineOutputs::default() };
+        if case.return_weights {
+            let per_row = if flat { case.topk } else { 1 };
+            inputs.row_weights = self.input(65, Dtype::F32, rows, per_row, window)?;
+            outputs.combined_weights =
+                self.tensor("combined_weights", Dtype::F32, tokens, case.topk, false)?;
+        }
+        Ok((inputs, outputs))
+    }
+}
+
+fn id_bytes(case: &Case, rank: usize) -> Vec<u8> {
+    let ids = case.ids(rank);
+    match case.ids64 {
+        true => bytemuck::cast_slice(&ids).to_vec(),
+        false => ids.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
     }
 }
 
 impl Side {
     /// Runs update, dispatch and combine.
     pub fn run(&mut self, case: &Case, lane: u32, sms: u32) -> Result<Outputs> {
+        let prepared = self.prepare(case, lane, sms)?;
+        self.refill(case, &prepared)?;
+        if prepared.counts.is_none() {
+            self.queue(&prepared, Call::Update)?;
+        }
+        self.queue(&prepared, Call::Dispatch)?;
+        self.queue(&prepared, Call::Combine)?;
+        self.collect(&prepared)
+    }
+
+    /// Makes plan and tensors. Unless the case says how many rows to make room for, the plan has been
+    /// updated by then.
+    pub fn prepare(&mut self, case: &Case, lane: u32, sms: u32) -> Result<Prepared> {
         self.arena.reset_window();
         let rank = self.group.rank();
+        let tokens = case.tokens[rank];
         // SAFETY: the plan has memory of its own.
         let plan = unsafe { Plan::create(&self.group, &case.plan(lane), None) }?;
         let options = Options { num_sms: sms, ..Options::default() };
-        let ids = case.ids(rank);
-        let (dtype, bytes) = match case.ids64 {
-            true => (Dtype::I64, bytemuck::cast_slice(&ids).to_vec()),
-            false => (Dtype::I32, ids.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect()),
-        };
-        let ids = self.arena.holding(&bytes, false)?;
-        let tokens = case.tokens[rank];
+        let ids = self.arena.holding(&id_bytes(case, rank), false)?;
+        let dtype = if case.ids64 { Dtype::I64 } else { Dtype::I32 };
         let idx = RawTensor::contiguous(ids.address, dtype, tokens, case.topk);
-        // SAFETY: the ids live until the stream was synchronised.
-        unsafe { self.update(&plan, &idx, &options) }?;
-        let counts = plan.counts(Some(Duration::from_secs(20)))?;
-        let mut blocks = Vec::new();
-        self.dispatch(case, &plan, &options, &counts, &mut blocks)?;
-        self.combine(case, &plan, &options, &counts, &mut blocks)?;
-        Ok(Outputs { counts, blocks })
+        let (counts, capacity, rows) = match case.static_rows {
+            Some(room) => (None, room, room),
+            None => {
+                // SAFETY: the ids live until the counts are there.
+                unsafe { self.update(&plan, &idx, &options) }?;
+                let known = plan.counts(Some(PATIENCE))?;
+                let rows = known.num_rows as usize;
+                (Some(known), (rows * case.capacity).div_ceil(1000), rows)
+            }
+        };
+        let mut maker =
+            Maker { case, arena: &mut self.arena, inputs: vec![(ids, Content::Ids)], outputs: Vec::new() };
+        let dispatch = maker.dispatch(&plan, tokens, capacity)?;
+        let combine = maker.combine(tokens, rows)?;
+        let Maker { inputs, outputs, .. } = maker;
+        let options = Options { reduce_order: case.order, ..options };
+        Ok(Prepared { plan, options, idx, dispatch, combine, counts, inputs, outputs })
+    }
+
+    /// Gives the inputs what `case` says, which has the shapes of the prepared one, and spoils the outputs.
+    pub fn refill(&self, case: &Case, prepared: &Prepared) -> Result<()> {
+        let rank = self.group.rank();
+        for (block, content) in &prepared.inputs {
+            let bytes = match content {
+                Content::Ids => id_bytes(case, rank),
+                Content::Data { what, dtype, elements } => case.data(rank, *what, *dtype, *elements),
+            };
+            self.arena.write(block, &bytes)?;
+        }
+        prepared.outputs.iter().try_for_each(|(_, block)| self.arena.write(block, &vec![FILL; block.bytes]))
+    }
+
+    /// Queues a call on the arena's stream, or runs it.
+    pub fn queue(&self, prepared: &Prepared, call: Call) -> Result<()> {
+        let Prepared { plan, options, idx, dispatch, combine, .. } = prepared;
+        let stream = self.arena.stream();
+        // SAFETY: the memory is the prepared case's, which is kept until the stream was synchronised.
+        unsafe {
+            match (call, plan.is_on_device()) {
+                (Call::Update, _) => self.update(plan, idx, options),
+                (Call::Dispatch, true) => plan.dispatch_on(&dispatch.0, &dispatch.1, options, stream),
+                (Call::Dispatch, false) => plan.dispatch(&dispatch.0, &dispatch.1, options, None),
+                (Call::Combine, true) => plan.combine_on(&combine.0, &combine.1, options, stream),
+                (Call::Combine, false) => plan.combine(&combine.0, &combine.1, options, None),
+            }
+        }
     }
 
     /// # Safety
@@ -90,124 +255,17 @@ impl Side {
         }
     }
 
-    fn dispatch(
-        &mut self,
-        case: &Case,
-        plan: &Plan,
-        options: &Options,
-        counts: &Counts,
-        blocks: &mut Vec<(String, Vec<u8>)>,
-    ) -> Result<()> {
-        let rank = self.group.rank();
-        let tokens = case.tokens[rank];
-        let capacity = (counts.num_rows as usize * case.capacity).div_ceil(1000);
-        let mut inputs =
-            DispatchInputs { num_payloads: case.payloads.len() as u32, ..DispatchInputs::default() };
-        let mut outputs =
-            DispatchOutputs { num_payloads: case.payloads.len() as u32, ..DispatchOutputs::default() };
-        let mut kept = Vec::new();
-        let mut outs = Outs { arena: &mut self.arena, made: Vec::new() };
-        for (i, payload) in case.payloads.iter().enumerate() {
-            let data = case.data(rank, i as u64, payload.dtype, tokens * payload.cols);
-            let block = outs.arena.holding(&data, false)?;
-            inputs.payloads[i] = RawTensor::contiguous(block.address, payload.dtype, tokens, payload.cols);
-            kept.push(block);
-            let shape = (capacity, payload.cols);
-            outputs.payloads[i] =
-                outs.tensor(&format!("payload {i}"), payload.dtype, shape, payload.window)?;
-        }
-        let flat = case.layout == Layout::Flat;
-        if case.weights {
-            let data = case.data(rank, 50, Dtype::F32, tokens * case.topk);
-            let block = outs.arena.holding(&data, false)?;
-            inputs.topk_weights = RawTensor::contiguous(block.address, Dtype::F32, tokens, case.topk);
-            kept.push(block);
-            let shape = (capacity, if flat { case.topk } else { 1 });
-            outputs.topk_weights = outs.tensor("topk_weights", Dtype::F32, shape, false)?;
-        }
-        if case.origins {
-            if flat {
-                let dtype = if case.ids64 { Dtype::I64 } else { Dtype::I32 };
-                outputs.topk_idx = outs.tensor("topk_idx", dtype, (capacity, case.topk), false)?;
-            } else {
-                outputs.src_slot = outs.make("src_slot", 4 * capacity, false)?.cast();
-                let bytes = 8 * (plan.num_local_experts() + 1);
-                outputs.expert_offsets = outs.make("expert_offsets", bytes, false)?.cast();
-            }
-            outputs.src_rank = outs.make("src_rank", 4 * capacity, false)?.cast();
-            outputs.src_token = outs.make("src_token", 4 * capacity, false)?.cast();
-        }
-        outputs.num_rows = outs.make("num_rows", 8, false)?.cast();
-        outputs.num_required = outs.make("num_required", 8, false)?.cast();
-        outputs.num_dropped = outs.make("num_dropped", 8, false)?.cast();
-        outputs.rows_per_expert = outs.make("rows_per_expert", 8 * plan.num_local_experts(), false)?.cast();
-        let made = outs.made;
-        match plan.is_on_device() {
-            // SAFETY: inputs and outputs live until the stream was synchronised.
-            true => unsafe { plan.dispatch_on(&inputs, &outputs, options, self.arena.stream()) }?,
-            // SAFETY: they live until the call returns.
-            false => unsafe { plan.dispatch(&inputs, &outputs, options, None) }?,
-        }
-        self.collect(made, blocks)
-    }
-
-    fn combine(
-        &mut self,
-        case: &Case,
-        plan: &Plan,
-        options: &Options,
-        counts: &Counts,
-        blocks: &mut Vec<(String, Vec<u8>)>,
-    ) -> Result<()> {
-        let rank = self.group.rank();
-        let (tokens, rows) = (case.tokens[rank], counts.num_rows as usize);
-        let (dtype, cols) = (case.combine_dtype, case.combine_cols);
-        let data = case.data(rank, 60, dtype, rows * cols);
-        let from = self.arena.holding(&data, case.combine_window)?;
-        let mut inputs = CombineInputs {
-            rows: RawTensor::contiguous(from.address, dtype, rows, cols),
-            ..CombineInputs::default()
-        };
-        let mut kept = Vec::new();
-        let flat = case.layout == Layout::Flat;
-        if case.weights && !flat {
-            kept.push(self.arena.holding(&case.data(rank, 61, Dtype::F32, tokens * case.topk), false)?);
-            let address = kept[kept.len() - 1].address;
-            inputs.topk_weights = RawTensor::contiguous(address, Dtype::F32, tokens, case.topk);
-        }
-        for i in 0..case.bias {
-            kept.push(self.arena.holding(&case.data(rank, 62 + i as u64, dtype, tokens * cols), false)?);
-            inputs.bias[i] = RawTensor::contiguous(kept[kept.len() - 1].address, dtype, tokens, cols);
-        }
-        let mut outs = Outs { arena: &mut self.arena, made: Vec::new() };
-        let combined = outs.tensor("combined", dtype, (tokens, cols), false)?;
-        let mut outputs = CombineOutputs { combined, ..CombineOutputs::default() };
-        if case.return_weights {
-            let per_row = if flat { case.topk } else { 1 };
-            let data = case.data(rank, 65, Dtype::F32, rows * per_row);
-            kept.push(outs.arena.holding(&data, case.combine_window)?);
-            let address = kept[kept.len() - 1].address;
-            inputs.row_weights = RawTensor::contiguous(address, Dtype::F32, rows, per_row);
-            outputs.combined_weights =
-                outs.tensor("combined_weights", Dtype::F32, (tokens, case.topk), false)?;
-        }
-        let made = outs.made;
-        let options = Options { reduce_order: case.order, ..*options };
-        match plan.is_on_device() {
-            // SAFETY: inputs and outputs live until the stream was synchronised.
-            true => unsafe { plan.combine_on(&inputs, &outputs, &options, self.arena.stream()) }?,
-            // SAFETY: they live until the call returns.
-            false => unsafe { plan.combine(&inputs, &outputs, &options, None) }?,
-        }
-        self.collect(made, blocks)
-    }
-
-    /// Waits for the call and reads its outputs.
-    fn collect(&self, made: Vec<(String, Block)>, blocks: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
+    /// Waits for the calls and reads their outputs.
+    pub fn collect(&self, prepared: &Prepared) -> Result<Outputs> {
         self.arena.synchronize()?;
-        for (name, block) in made {
-            blocks.push((name, self.arena.read(&block)?));
-        }
-        Ok(())
+        let read = |(name, block): &(String, Block)| Ok((name.clone(), self.arena.read(block)?));
+        let blocks = prepared.outputs.iter().map(read).collect::<Result<Vec<_>>>()?;
+        Ok(Outputs { counts: prepared.counts.clone(), blocks })
+    }
+}
+
+impl Prepared {
+    pub fn plan(&self) -> &Plan {
+        &self.plan
     }
 }
