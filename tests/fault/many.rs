@@ -69,14 +69,14 @@ fn plan_sends_one_message_to_each_rank() {
     }
 }
 
-/// What a plan needs, in 32-bit words, with each array rounded up to a cache line: 4 words a slot of this
-/// rank, its own row of counts, and its own column twice (counts, and first rows). Nothing grows with
-/// ranks times experts.
+/// The most that a plan may need, in 32-bit words: a few for each slot of this rank, its own row of counts,
+/// its own column twice (counts, and first rows), a few for each rank, and the rounding of each array to a
+/// cache line. Nothing grows with ranks times experts.
 fn most_words(num_ranks: usize, config: &PlanConfig, num_local: usize) -> usize {
-    let (slots, experts) = (config.max_tokens as usize * config.topk as usize, config.num_experts as usize);
-    let row = experts + 2 * num_ranks + 1;
+    let slots = (config.max_tokens as usize + 1) * config.topk as usize;
+    let row = config.num_experts as usize;
     let columns = 2 * num_ranks * (1 + num_local);
-    4 * slots + row + columns + 2 * num_local + 1 + 11 * 15
+    4 * slots + row + columns + 2 * (num_local + 1) + 8 * num_ranks + 16 * 16
 }
 
 #[test]
