@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use ep_core::config::Layout;
+use ep_core::bootstrap::LocalBootstrap;
+use ep_core::config::{GroupConfig, Layout};
 use ep_core::engine::Group;
 use ep_core::perturb::{Disturbance, Perturb};
 use ep_core::{Error, Status};
@@ -197,4 +198,36 @@ fn rank_that_updates_another_plan_of_the_same_config_is_found_by_the_dispatch() 
         members[0].round(5).expect("the next round works");
         members[2].round(6).expect("the next round works");
     });
+}
+
+/// Configs that differ: nobody becomes a member, and everybody learns why.
+#[test]
+fn ranks_with_other_configs_are_named_to_all() {
+    let _watchdog = Watchdog::new("configs that differ", LONG);
+    let base = config(LONG);
+    let odd = [
+        ("num_lanes", GroupConfig { num_lanes: 3, ..base }),
+        ("timeout_ms", GroupConfig { timeout_ms: 5, ..base }),
+        ("max_local_experts", GroupConfig { max_local_experts: 17, ..base }),
+        ("ring_bytes", GroupConfig { ring_bytes: 1 << 20, ..base }),
+        ("node_id", GroupConfig { node_id: 1, ..base }),
+    ];
+    for (i, (field, odd)) in odd.into_iter().enumerate() {
+        let odd_rank = i % 3;
+        let deadline = std::time::Instant::now() + LONG;
+        let errors: Vec<Error> = thread::scope(|scope| {
+            let create = |(rank, bootstrap): (usize, LocalBootstrap)| {
+                let config = if rank == odd_rank { odd } else { base };
+                scope.spawn(move || Group::create(&config, Box::new(bootstrap), deadline).err())
+            };
+            let ranks: Vec<_> = LocalBootstrap::group(3).into_iter().enumerate().map(create).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap().expect("the configs differ")).collect()
+        });
+        for error in &errors {
+            assert_eq!(error, &errors[0], "all are told the same");
+            assert_eq!(error.status, Status::Mismatch, "{error}");
+            let named = if odd_rank == 0 { "ranks 0 and 1" } else { &format!("ranks 0 and {odd_rank}") };
+            assert!(error.message.contains(named) && error.message.contains(field), "{error}");
+        }
+    }
 }

@@ -190,6 +190,30 @@ fn the_filter_refuses() {
     rank.finish();
 }
 
+/// Time that this thread has had a core.
+fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the address of a struct of the right type.
+    assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) }, 0);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+#[test]
+fn waiting_rank_leaves_its_core_to_others() {
+    let _watchdog = Watchdog::new("a waiting rank", LONG);
+    let used = run_calm(2, LONG, |group| {
+        let mut member = Member::new(group, shapes(2)[0]).expect("windows are made");
+        member.prepare(1);
+        if group.rank() == 1 {
+            thread::sleep(Duration::from_secs(1));
+        }
+        let before = cpu_time();
+        member.update(None).expect("the update works");
+        cpu_time() - before
+    });
+    assert!(used[0] < Duration::from_millis(100), "{:?} of a second", used[0]);
+}
+
 /// The host device has nothing to lock with.
 #[test]
 fn the_stages_have_no_lock() {

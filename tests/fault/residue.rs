@@ -167,8 +167,11 @@ fn play_host(role: &[String]) {
     let path = Path::new(&role[2]);
     let bootstrap = FileBootstrap::connect(path, rank, 2, deadline).unwrap();
     say("met");
-    let group =
-        Group::create(&config(LONG), Box::new(Telltale { bootstrap, told: false }), deadline).unwrap();
+    let group = Group::create(&config(LONG), Box::new(Telltale { bootstrap, told: false }), deadline);
+    let group = match group {
+        Ok(group) => group,
+        Err(error) => return say(format!("failed {error}")),
+    };
     let shape = Shape::small(2, Layout::Flat, Place::Window);
     Member::new(&group, shape).unwrap().round(3).unwrap();
     say("made");
@@ -209,6 +212,26 @@ fn rank_killed_while_it_listens_leaves_no_socket() {
     drop(other);
     let files: Vec<_> = fs::read_dir(scratch.path()).unwrap().collect();
     assert!(files.is_empty(), "{files:?}");
+}
+
+/// Rank 1 dies when rank 0 knows it already and waits for its connection.
+#[test]
+fn rank_killed_while_another_connects_to_it_is_named_at_once() {
+    if let Some(role) = role() {
+        return play_host(&role);
+    }
+    let test = "residue::rank_killed_while_another_connects_to_it_is_named_at_once";
+    let scratch = Scratch::new();
+    let [host, other] = spawn_hosts(test, &scratch);
+    other.await_line("secret");
+    std::thread::sleep(Duration::from_millis(100));
+    other.signal(libc::SIGKILL);
+    let died = Instant::now();
+    let (when, error) = host.await_line("failed");
+    assert!(error.contains("EP_ERR_BOOTSTRAP") && error.contains("rank 1"), "{error}");
+    assert!(when.saturating_duration_since(died) < Duration::from_secs(1), "{error}");
+    host.finish();
+    other.finish_killed();
 }
 
 /// Connects to `name` in the role of rank 1 and says whether anything came before the socket was closed.

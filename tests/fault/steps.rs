@@ -7,6 +7,7 @@ use ep_core::config::{ErrorInfo, Layout};
 use ep_core::perturb::{Disturbance, Perturb};
 use ep_core::{Error, Status};
 
+use crate::rng::{Rng, hash};
 use crate::threads::{LONG, Watchdog, config, run};
 use crate::work::{Member, Place, Shape};
 
@@ -119,4 +120,36 @@ fn rank_that_leaves_at_any_step_is_named_soon() {
         check_every_step(Shape::small(NUM_RANKS, Layout::ExpertMajor, Place::Window), victim, Then::Leaves);
         check_every_step(Shape::small(NUM_RANKS, Layout::Flat, Place::Ring), victim, Then::Leaves);
     }
+}
+
+/// Deadlines that are too short for anything, or nearly so: a call works or is late, and its results are
+/// right or nobody's.
+#[test]
+fn deadlines_of_a_few_milliseconds_end_in_results_or_timeouts() {
+    let _watchdog = Watchdog::new("short deadlines", LONG);
+    let mut outcomes = [0, 0];
+    for seed in 0..60 {
+        let mut rng = Rng::new(seed);
+        let num_ranks = 2 + rng.below(4);
+        let shape = Shape::random(num_ranks, &mut rng);
+        let timeout = Duration::from_millis(1 + rng.below(8) as u64);
+        let perturb = |rank: usize| {
+            let (delay_one_in, delay_max) = (20, Duration::from_millis(2));
+            let seed = hash(&[seed, rank as u64]);
+            Perturb::new(Disturbance { seed, delay_one_in, delay_max, stop_at_step: 0 })
+        };
+        let results = run(num_ranks, &config(timeout), perturb, |group| {
+            // Windows have the deadline of calls too, and do not break the group when they are late.
+            let shape = Shape { place: Place::Ring, ..shape };
+            let mut member = Member::new(group, shape).expect("the plan is made");
+            (0..5).try_for_each(|round| member.round(round))
+        });
+        let late = results.iter().any(Result::is_err);
+        outcomes[usize::from(late)] += 1;
+        for error in results.into_iter().filter_map(Result::err) {
+            let lost = [Status::Timeout, Status::Aborted, Status::PeerLost];
+            assert!(lost.contains(&error.status), "seed {seed}: {error}");
+        }
+    }
+    assert!(outcomes[1] > 0, "no deadline was missed: {outcomes:?}");
 }

@@ -9,7 +9,7 @@ use ep_core::config::{GroupConfig, Layout, MAX_WINDOWS};
 use ep_core::engine::{Group, Window};
 use ep_core::perturb::Perturb;
 
-use crate::process::{self, Rank, Scratch, become_nobody, role};
+use crate::process::{self, Rank, Scratch, become_nobody, role, say};
 use crate::threads::{LONG, Watchdog, config, run_calm};
 use crate::work::{Member, Place, Shape};
 
@@ -196,4 +196,42 @@ fn ranks_of_a_user_with_few_descriptors_hand_over_their_memory() {
 fn hex(digits: &[u8]) -> u8 {
     let digits = std::str::from_utf8(digits).expect("the parent writes hex");
     u8::from_str_radix(digits, 16).expect("the parent writes hex")
+}
+
+/// A rank dies while the others allocate a window.
+#[test]
+fn rank_killed_while_a_window_is_allocated_is_named_at_once() {
+    if let Some(role) = role() {
+        let rank = role[0].parse().unwrap();
+        let group = process::meet(Path::new(&role[1]), rank, 3, &config(LONG), Perturb::none());
+        say("made");
+        if rank == 1 {
+            process::hear();
+        }
+        let error = Window::allocate(&group, 1 << 20).err().expect("rank 1 is dead");
+        assert_eq!(error.status, Status::Bootstrap, "{error}");
+        assert!(error.message.contains("rank 1"), "{error}");
+        say("told");
+        // Calls learn it in their own way.
+        let mut member =
+            Member::new(&group, Shape::small(3, Layout::Flat, Place::Ring)).expect("the plan is made");
+        let error = member.calls(1).expect_err("rank 1 is dead");
+        assert!(error.message.contains("rank 1 left or died"), "{error}");
+        return;
+    }
+    let test = "windows::rank_killed_while_a_window_is_allocated_is_named_at_once";
+    let scratch = Scratch::new();
+    let role = |rank| format!("{rank} {}", scratch.file("meet").display());
+    let mut ranks: Vec<Rank> = (0..3).map(|rank| Rank::spawn(test, &role(rank), &scratch)).collect();
+    ranks.iter().for_each(|rank| drop(rank.await_line("made")));
+    std::thread::sleep(Duration::from_millis(50));
+    let victim = ranks.remove(1);
+    victim.signal(libc::SIGKILL);
+    let died = Instant::now();
+    victim.finish_killed();
+    for rank in ranks {
+        let when = rank.await_line("told").0;
+        assert!(when.saturating_duration_since(died) < Duration::from_secs(1));
+        rank.finish();
+    }
 }

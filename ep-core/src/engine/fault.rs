@@ -53,7 +53,7 @@ pub(super) fn is_set(segment: &Words) -> bool {
 /// How long a reader waits for a record that is being written: its writer may have died in between.
 const WRITER_PATIENCE: Duration = Duration::from_millis(20);
 
-/// The record, if there is one. A rank whose record is only claimed is broken all the same.
+/// The record, if there is one; what is only claimed is waited for a little.
 pub(super) fn read(segment: &Words) -> Option<ErrorInfo> {
     // Acquire: pairs with the release in `record`; makes the record visible.
     let state = || segment.u32(layout::ERROR).load(Ordering::Acquire);
@@ -63,7 +63,7 @@ pub(super) fn read(segment: &Words) -> Option<ErrorInfo> {
     let claimed = Instant::now();
     while state() != STATE_SET {
         if claimed.elapsed() > WRITER_PATIENCE {
-            return Some(unfinished());
+            return None;
         }
         std::thread::yield_now();
     }
@@ -93,7 +93,7 @@ pub(super) fn as_error(info: &ErrorInfo, own_rank: usize) -> Error {
 }
 
 /// What is known of an error whose writer stopped before it had written what it was.
-fn unfinished() -> ErrorInfo {
+pub(super) fn unfinished() -> ErrorInfo {
     ErrorInfo {
         status: Status::Aborted,
         rank: 0,

@@ -31,7 +31,8 @@ fn leave_half_a_record(groups: &[Arc<Group>]) {
 fn abort_works_although_a_peer_died_while_it_wrote_an_error_here() {
     let groups = group_of_two();
     leave_half_a_record(&groups);
-    assert!(groups[1].check_usable().is_ok(), "half a record is none");
+    let error = groups[1].check_usable().unwrap_err();
+    assert!(error.message.contains("stopped before it could say why"), "{error}");
     groups[1].abort();
     let error = groups[1].check_usable().unwrap_err();
     assert_eq!(error.status, Status::Aborted);
@@ -51,4 +52,19 @@ fn error_of_this_rank_stays_the_first_one_when_a_stopped_peer_finishes_its_recor
     groups[1].segments[1].u32(layout::ERROR).store(0, Ordering::Relaxed);
     super::fault::record(&groups[1].segments[1], &info);
     assert_eq!(groups[1].health(&mut []).map(|info| info.status), Some(Status::Aborted));
+}
+
+#[test]
+fn rank_with_half_a_record_reports_what_its_peers_know() {
+    let groups = group_of_two();
+    leave_half_a_record(&groups);
+    // The writer begins with its own segment, where it told everything.
+    let info = groups[0].error_info(Status::PeerLost, Some(7), None, 3, String::from("rank 7 died"));
+    super::fault::record(&groups[0].segments[0], &info);
+    let error = groups[1].check_usable().unwrap_err();
+    assert!(error.message.ends_with("rank 0 reported: rank 7 died"), "{error}");
+    assert_eq!(groups[1].health(&mut []), Some(info.clone()));
+    // Its own error is a consequence.
+    groups[1].abort();
+    assert_eq!(groups[1].health(&mut []), Some(info));
 }

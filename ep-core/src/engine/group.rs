@@ -180,7 +180,9 @@ impl Group {
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
         let known = self.segments.iter().find_map(fault::read);
         fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
-        let first = self.first_error().unwrap_or_else(|| self.own_error.get_or_init(|| info.clone()).clone());
+        let first = fault::read(&self.segments[self.rank]);
+        let first =
+            first.unwrap_or_else(|| self.own_error.get_or_init(|| known.unwrap_or(info.clone())).clone());
         for segment in &self.segments {
             fault::record(segment, &first);
         }
@@ -215,8 +217,16 @@ impl Group {
         self.first_error().map(|info| fault::as_error(&info, self.rank))
     }
 
+    /// A rank whose record is only claimed is broken all the same; its peers may know why.
     fn first_error(&self) -> Option<ErrorInfo> {
-        self.own_error.get().cloned().or_else(|| fault::read(&self.segments[self.rank]))
+        if let Some(info) = self.own_error.get() {
+            return Some(info.clone());
+        }
+        if !fault::is_set(&self.segments[self.rank]) {
+            return None;
+        }
+        let known = fault::read(&self.segments[self.rank]);
+        known.or_else(|| self.segments.iter().find_map(fault::read)).or_else(|| Some(fault::unfinished()))
     }
 
     /// Refuses a call on a group that is broken or closed.

@@ -366,7 +366,9 @@ impl PlanCore {
     fn known_tokens(&self, stream: Option<&Stream>) -> Result<Option<usize>> {
         // Acquire: pairs with the release in `PlanCore::finish_queued`.
         let queued = self.queued.load(Ordering::Acquire);
-        if queued != 0 && stream.is_some() {
+        // A call behind a failed one is queued whatever the plan has, and skipped there: the lane would fall
+        // out of step if it depended on how far the stream is.
+        if stream.is_some_and(|stream| queued != 0 || stream.has_failed()) {
             return Ok(None);
         }
         // Acquire: pairs with the release in `PlanCore::update`.

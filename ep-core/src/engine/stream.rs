@@ -76,6 +76,11 @@ impl Stream {
         Err(Error::new(Status::BadHandle, "the stream has ended"))
     }
 
+    /// True while an error is kept, so that calls are skipped.
+    pub(super) fn has_failed(&self) -> bool {
+        lock(&self.progress).error.is_some()
+    }
+
     /// Waits until all queued calls are done; the first error among them, cleared.
     ///
     /// # Errors
@@ -115,33 +120,27 @@ fn run(jobs: &Receiver<Job>, progress: &(Mutex<Progress>, Condvar)) {
         let failed_before = lock(progress).error.clone();
         let result = match failed_before {
             Some(error) => {
-                finish_skipped(&job, error);
-                Ok(())
+                refuse(&job);
+                Err(error)
             }
-            None => run_guarded(&job),
+            None => run_guarded(&job).inspect_err(|error| {
+                // Kept before a plan says that its update is done: whoever sees that sees this.
+                lock(progress).error.get_or_insert_with(|| error.clone());
+            }),
         };
-        let mut progress_now = lock(progress);
-        progress_now.done += 1;
-        if let Err(error) = result {
-            progress_now.error.get_or_insert(error);
+        if let Job::Update(core, _) = &job {
+            core.finish_queued(&result);
         }
+        lock(progress).done += 1;
         progress.1.notify_all();
     }
 }
 
-/// A call behind a failed one is not run; its peers are told in its place.
-fn finish_skipped(job: &Job, error: Error) {
-    refuse(job, &error);
-    if let Job::Update(core, _) = job {
-        core.finish_queued(&Err(error));
-    }
-}
-
-/// Takes the place of a call that failed before it took part in its lane. What fails here broke the group,
-/// which says so itself.
-fn refuse(job: &Job, error: &Error) {
+/// Takes the place of a call that failed before it took part in its lane, or is not run since an earlier one
+/// failed. What fails here broke the group, which says so itself.
+fn refuse(job: &Job) {
     let (core, deadline) = job.parts();
-    if !error.status.breaks_group() && core.group.check_usable().is_ok() {
+    if core.group.check_usable().is_ok() {
         let _ = core.refuse(deadline);
     }
 }
@@ -170,10 +169,7 @@ fn run_guarded(job: &Job) -> Result<()> {
     if let Err(error) = &result
         && error.status.code() < Status::Mismatch.code()
     {
-        refuse(job, error);
-    }
-    if matches!(job, Job::Update(..)) {
-        core.finish_queued(&result);
+        refuse(job);
     }
     result
 }

@@ -387,6 +387,7 @@ fn op_name(op: u32) -> &'static str {
         OP_PLAN => "ep_plan_update",
         OP_DISPATCH => "ep_dispatch",
         OP_COMBINE => "ep_combine",
+        OP_FAILED => "a queued call that failed",
         _ => "an unknown call",
     }
 }

@@ -73,13 +73,19 @@ impl Routing {
     /// # Safety
     /// The tensor's memory is readable.
     pub unsafe fn check(&self, num_experts: usize) -> Result<()> {
-        let topk = self.tensor.cols;
         for token in 0..self.tensor.rows {
-            let mut worst = 0;
-            for k in 0..topk {
-                // SAFETY: inside the tensor; readable by the caller's word. -1 maps to 0.
-                worst = worst.max(unsafe { self.id(token, k) }.wrapping_add(1) as u64);
-            }
+            let row = token * self.tensor.row_stride;
+            // -1 maps to 0.
+            let worst = |read: unsafe fn(*const u8) -> u64| {
+                let element = |k: usize| (row + k * self.tensor.col_stride) * self.tensor.dtype.bytes();
+                // SAFETY: inside the tensor; readable by the caller's word.
+                let id = |k: usize| unsafe { read(self.tensor.data.wrapping_add(element(k))) };
+                (0..self.tensor.cols).fold(0, |worst: u64, k| worst.max(id(k).wrapping_add(1)))
+            };
+            let worst = match self.tensor.dtype {
+                Dtype::I64 => worst(read_i64),
+                _ => worst(read_i32),
+            };
             if worst > num_experts as u64 {
                 // SAFETY: as above.
                 return Err(unsafe { self.describe(token, num_experts) });
@@ -105,48 +111,116 @@ impl Routing {
     }
 }
 
-/// Copies a routing into the plan and counts it: one pass over the slots, and one to list the tokens of
-/// each destination. Ids are clamped to "none" should they have changed since [`Routing::check`].
+/// Copies a routing into the plan and counts it. With few ranks each has room for all tokens, and one pass
+/// lists the tokens of each; with more, a second pass does. Ids are clamped to "none" should they have changed
+/// since [`Routing::check`].
 ///
 /// # Safety
 /// The tensor's memory is readable.
 pub unsafe fn count(routing: &Routing, shape: &PlanShape, state: &mut PlanState<'_>) {
-    let topk = shape.topk;
-    let num_experts = shape.experts.num_experts() as i64;
-    let owners = shape.experts.owners();
     state.expert_count.fill(0);
     state.stamp.fill(0);
-    state.send_start.fill(0);
-    for token in 0..routing.num_tokens() {
-        for k in 0..topk {
-            // SAFETY: inside the tensor; readable by the caller's word.
-            let id = unsafe { routing.id(token, k) };
-            let slot = token * topk + k;
-            state.rank_pos[slot] = NO_ROW;
-            if id < 0 || id >= num_experts {
-                state.expert[slot] = -1;
-                state.slot_pos[slot] = NO_ROW;
-                continue;
-            }
-            state.expert[slot] = id as i32;
-            state.slot_pos[slot] = state.expert_count[id as usize];
-            state.expert_count[id as usize] += 1;
-            let rank = owners[id as usize] as usize;
-            if state.stamp[rank] != token as u32 + 1 {
-                state.stamp[rank] = token as u32 + 1;
-                // Counts are kept one place ahead, so that the prefix sum below leaves starts.
-                state.rank_pos[slot] = state.send_start[rank + 1];
-                state.send_start[rank + 1] += 1;
-            }
+    state.send_count.fill(0);
+    let one_pass = shape.num_ranks() <= shape.topk;
+    if one_pass {
+        // One place more than tokens: see `count_slots`.
+        let starts = state.send_start.iter_mut().enumerate();
+        starts.for_each(|(rank, start)| *start = (rank * (shape.max_tokens + 1)) as u32);
+    }
+    // SAFETY: by the caller's word.
+    unsafe {
+        match (routing.tensor.dtype, one_pass) {
+            (Dtype::I64, true) => count_slots::<true>(routing, shape, state, read_i64),
+            (Dtype::I64, false) => count_slots::<false>(routing, shape, state, read_i64),
+            (_, true) => count_slots::<true>(routing, shape, state, read_i32),
+            (_, false) => count_slots::<false>(routing, shape, state, read_i32),
         }
     }
-    for rank in 0..shape.num_ranks() {
-        state.send_start[rank + 1] += state.send_start[rank];
+    if !one_pass {
+        let mut sum = 0;
+        for (start, count) in state.send_start.iter_mut().zip(&*state.send_count) {
+            *start = sum;
+            sum += count;
+        }
+        list_tokens(routing.num_tokens(), shape, state);
     }
-    for slot in 0..routing.num_tokens() * topk {
-        if state.rank_pos[slot] != NO_ROW {
-            let rank = owners[state.expert[slot] as usize] as usize;
-            state.send_token[(state.send_start[rank] + state.rank_pos[slot]) as usize] = (slot / topk) as u32;
+}
+
+/// # Safety
+/// `address` may be read.
+#[inline(always)]
+unsafe fn read_i64(address: *const u8) -> u64 {
+    // SAFETY: by the caller's word.
+    unsafe { address.cast::<i64>().read() as u64 }
+}
+
+/// # Safety
+/// `address` may be read.
+#[inline(always)]
+unsafe fn read_i32(address: *const u8) -> u64 {
+    // SAFETY: by the caller's word.
+    i64::from(unsafe { address.cast::<i32>().read() }) as u64
+}
+
+const _: () = assert!(NO_ROW == u32::MAX);
+
+/// Gives each slot its position within its expert, and each first slot its position within its rank. Whether a
+/// slot is its token's first to a rank cannot be predicted, so it is not branched on: with `LIST` the token is
+/// written behind the rank's list in any case, and stays there if the list grows.
+///
+/// # Safety
+/// `read` may read every element's address.
+#[inline(always)]
+unsafe fn count_slots<const LIST: bool>(
+    routing: &Routing,
+    shape: &PlanShape,
+    state: &mut PlanState<'_>,
+    read: unsafe fn(*const u8) -> u64,
+) {
+    let (topk, owners, tensor) = (shape.topk, shape.experts.owners(), &routing.tensor);
+    let (row_pitch, col_pitch) = (tensor.row_pitch(), tensor.col_stride * tensor.dtype.bytes());
+    let (stamps, counts, expert_count) =
+        (&mut *state.stamp, &mut *state.send_count, &mut *state.expert_count);
+    let (starts, lists) = (&*state.send_start, &mut *state.send_token);
+    let slots = state.expert.chunks_exact_mut(topk).zip(state.slot_pos.chunks_exact_mut(topk));
+    let slots = slots.zip(state.rank_pos.chunks_exact_mut(topk)).enumerate();
+    for (token, ((experts, slot_pos), rank_pos)) in slots.take(routing.num_tokens()) {
+        let stamp = token as u32 + 1;
+        let row = tensor.data.wrapping_add(token * row_pitch);
+        for k in 0..topk {
+            // SAFETY: an element of the tensor; readable by the caller's word.
+            let id = unsafe { read(row.wrapping_add(k * col_pitch)) };
+            let Some(&rank) = owners.get(id as usize) else {
+                (experts[k], slot_pos[k], rank_pos[k]) = (-1, NO_ROW, NO_ROW);
+                continue;
+            };
+            experts[k] = id as i32;
+            slot_pos[k] = expert_count[id as usize];
+            expert_count[id as usize] += 1;
+            let rank = rank as usize;
+            let fresh = u32::from(stamps[rank] != stamp);
+            stamps[rank] = stamp;
+            let position = counts[rank];
+            if LIST {
+                lists[(starts[rank] + position) as usize] = token as u32;
+            }
+            // All ones, which is NO_ROW, unless the rank is new.
+            rank_pos[k] = position | fresh.wrapping_sub(1);
+            counts[rank] = position + fresh;
+        }
+    }
+}
+
+/// Lists the tokens that go to each rank.
+fn list_tokens(num_tokens: usize, shape: &PlanShape, state: &mut PlanState<'_>) {
+    let (topk, owners) = (shape.topk, shape.experts.owners());
+    let (starts, lists) = (&*state.send_start, &mut *state.send_token);
+    let slots = state.expert.chunks_exact(topk).zip(state.rank_pos.chunks_exact(topk)).enumerate();
+    for (token, (experts, rank_pos)) in slots.take(num_tokens) {
+        for (&expert, &position) in experts.iter().zip(rank_pos) {
+            if position != NO_ROW {
+                lists[(starts[owners[expert as usize] as usize] + position) as usize] = token as u32;
+            }
         }
     }
 }

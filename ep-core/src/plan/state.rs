@@ -128,6 +128,7 @@ pub struct PlanLayout {
     rank_pos: Range<usize>,
     send_token: Range<usize>,
     send_start: Range<usize>,
+    send_count: Range<usize>,
     expert_count: Range<usize>,
     stamp: Range<usize>,
     column: Range<usize>,
@@ -152,8 +153,9 @@ impl PlanLayout {
             expert: array(slots),
             slot_pos: array(slots),
             rank_pos: array(slots),
-            send_token: array(shape.max_tokens * shape.topk.min(ranks)),
-            send_start: array(ranks + 1),
+            send_token: array((shape.max_tokens + 1) * shape.topk.min(ranks)),
+            send_start: array(ranks),
+            send_count: array(ranks),
             expert_count: array(shape.experts.num_experts()),
             stamp: array(ranks),
             column: array(ranks * shape.column_words()),
@@ -199,8 +201,10 @@ pub struct PlanState<'a> {
     pub rank_pos: &'a mut [u32],
     /// The tokens that go to each rank, ascending, rank after rank.
     pub send_token: &'a mut [u32],
-    /// `[ranks + 1]`: where each rank's tokens begin in `send_token`.
+    /// `[ranks]`: where each rank's tokens begin in `send_token`.
     pub send_start: &'a mut [u32],
+    /// `[ranks]`: how many they are.
+    pub send_count: &'a mut [u32],
     /// `[experts]`: this rank's row of counts.
     pub expert_count: &'a mut [u32],
     /// `[ranks]`: the last token that went to each rank, plus one.
@@ -232,6 +236,7 @@ impl<'a> PlanState<'a> {
             rank_pos: words(&layout.rank_pos),
             send_token: words(&layout.send_token),
             send_start: words(&layout.send_start),
+            send_count: words(&layout.send_count),
             expert_count: words(&layout.expert_count),
             stamp: words(&layout.stamp),
             column: words(&layout.column),
@@ -243,7 +248,8 @@ impl<'a> PlanState<'a> {
 
     /// The tokens that go to `rank`, ascending.
     pub fn tokens_to(&self, rank: usize) -> &[u32] {
-        &self.send_token[self.send_start[rank] as usize..self.send_start[rank + 1] as usize]
+        let start = self.send_start[rank] as usize;
+        &self.send_token[start..start + self.send_count[rank] as usize]
     }
 
     /// Turns the column of counts into first rows, by prefix sums. Returns the rows that arrive here.
