@@ -45,6 +45,9 @@
  * of different lanes. ep_group_abort, ep_group_health and ep_last_error may be called by any thread at
  * any time, until ep_group_destroy is called.
  *
+ * FORK. A child may not use what its parent made: every call with such a handle returns EP_ERR_BAD_HANDLE
+ * there and changes nothing. It may make objects of its own.
+ *
  * NO CALL ends the process, lets a panic or exception out, or waits without a deadline.
  */
 #ifndef EP_H
@@ -494,7 +497,9 @@ typedef struct ep_combine_inputs {
     uint32_t struct_size;
     uint32_t reserved_flags;
     /* [rows, cols] of EP_DTYPE_BF16, _F16 or _F32, col_stride 1, in the order in which the plan's dispatch
-     * delivered them; rows = its capacity, or the exact count. Rows that lie in a window are read there. */
+     * delivered them; rows is at least what the last dispatch along the routing delivered here, so its
+     * capacity or the exact count will do. Before a dispatch any number goes, and rows behind it count as
+     * dropped. Rows that lie in a window are read there. */
     ep_tensor_t rows;
     /* Optional, EP_DTYPE_F32, contiguous: a weight per row and slot to return to the owner, such as the
      * gradient of a weight. Flat: [rows, topk]. Expert-major: [rows, 1]. On every rank or on none. */

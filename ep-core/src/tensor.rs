@@ -172,7 +172,7 @@ impl RawTensor {
         if self.rows > 0 && self.data.is_null() {
             return bad(format!("data is NULL, expected the address of {} rows", self.rows));
         }
-        if !self.data.addr().is_multiple_of(dtype.alignment()) {
+        if self.rows > 0 && !self.data.addr().is_multiple_of(dtype.alignment()) {
             return bad(format!(
                 "data {:p} is not aligned to {} bytes, as {} needs",
                 self.data,

@@ -389,6 +389,13 @@ fn combine_apart(call: &CombineCall) -> Result<()> {
 ///
 /// # Errors
 /// [`Status::InvalidArgument`].
-pub(super) fn combine_tokens(call: &CombineCall, tokens: usize) -> Result<()> {
+pub(super) fn combine_tokens(call: &CombineCall, tokens: usize, delivered: u64) -> Result<()> {
+    if (call.rows.rows as u64) < delivered {
+        return Err(Error::invalid(format!(
+            "inputs.rows has {} rows, the plan's last dispatch delivered {delivered} here; rows that are left out \
+             would be missing from their sums",
+            call.rows.rows
+        )));
+    }
     expect_rows(&call.combined, "outputs.combined", Some((tokens, PLAN_TOKENS)))
 }

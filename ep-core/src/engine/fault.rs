@@ -84,7 +84,7 @@ pub(super) fn read(segment: &Words) -> Option<ErrorInfo> {
 /// What a call returns that meets `info`: its own status for the rank that found it, Aborted otherwise
 /// unless the root cause is a lost or late peer, which every rank reports as such.
 pub(super) fn as_error(info: &ErrorInfo, own_rank: usize) -> Error {
-    let text = if info.rank == own_rank {
+    let text = if info.rank == own_rank || info.text.starts_with(&format!("rank {} ", info.rank)) {
         info.text.clone()
     } else {
         format!("rank {} reported: {}", info.rank, info.text)

@@ -329,6 +329,17 @@ impl Group {
         stats
     }
 
+    /// A call waits on a stream; `call_done` ends it.
+    pub(super) fn call_queued(&self) {
+        // Relaxed: see `enter`.
+        self.calls_in_progress.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn call_done(&self) {
+        // Relaxed: see `enter`.
+        self.calls_in_progress.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// A call begins; the returned guard counts it until dropped.
     pub(crate) fn enter(&self) -> InProgress<'_> {
         // Relaxed: `close` only polls the number.

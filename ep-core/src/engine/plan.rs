@@ -1,7 +1,8 @@
 //! A plan as the caller holds it: checks calls and runs them, now or on a stream.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::check;
@@ -39,11 +40,16 @@ pub(super) struct PlanCore {
     epoch: AtomicU64,
     num_tokens: AtomicU64,
     num_rows: AtomicU64,
+    /// Rows that fitted the outputs of the last dispatch along this routing; `NEVER` before the first.
+    dispatched: AtomicU64,
     /// Updates on streams that are not done.
     queued: AtomicU32,
     /// Wakes `counts` when a queued update is done, with the error of the last one.
     done: (Mutex<Option<Error>>, Condvar),
 }
+
+/// In `PlanCore::dispatched`: no dispatch has used the routing yet.
+const NEVER: u64 = u64::MAX;
 
 /// The block that holds the plan's arrays.
 struct PlanMemory {
@@ -112,6 +118,7 @@ impl Plan {
             epoch: AtomicU64::new(0),
             num_tokens: AtomicU64::new(0),
             num_rows: AtomicU64::new(0),
+            dispatched: AtomicU64::new(NEVER),
             queued: AtomicU32::new(0),
             done: (Mutex::new(None), Condvar::new()),
         };
@@ -391,6 +398,8 @@ impl PlanCore {
         fence(Ordering::Release);
         // An update that fails leaves the plan without a routing: its arrays are half written.
         self.epoch.store(0, Ordering::Relaxed);
+        // Relaxed: as above.
+        self.dispatched.store(NEVER, Ordering::Relaxed);
         // SAFETY: the lane is this call's, and with it the plan's memory.
         let mut state = unsafe { PlanState::borrow(self.memory.address, &self.layout) };
         let updated = host::update(&self.group, &mut lane, &self.shape, &mut state, call);
@@ -413,6 +422,8 @@ impl PlanCore {
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         let updated = self.updated()?;
         check::dispatch_tokens(call, updated.num_tokens)?;
+        // Relaxed: read under the lane's lock.
+        self.dispatched.store(call.capacity as u64, Ordering::Relaxed);
         // SAFETY: the lane is this call's, and with it the plan's memory.
         let state = unsafe { PlanState::borrow(self.memory.address, &self.layout) };
         host::dispatch(&self.group, &mut lane, &self.shape, &state, &updated, call)
@@ -424,7 +435,13 @@ impl PlanCore {
         let _in_progress = self.group.enter();
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         let updated = self.updated()?;
-        check::combine_tokens(call, updated.num_tokens)?;
+        // Relaxed: the lane's lock ordered the last dispatch before this call. Without one the caller alone
+        // knows which rows he has.
+        let delivered = match self.dispatched.load(Ordering::Relaxed) {
+            NEVER => 0,
+            capacity => updated.num_rows.min(capacity),
+        };
+        check::combine_tokens(call, updated.num_tokens, delivered)?;
         // SAFETY: the lane is this call's, and with it the plan's memory.
         let state = unsafe { PlanState::borrow(self.memory.address, &self.layout) };
         host::combine(&self.group, &mut lane, &self.shape, &state, &updated, call)
@@ -515,6 +532,21 @@ impl PlanCore {
     }
 }
 
+/// The callers' blocks that plans of this process are in. Touched when plans are made and destroyed only.
+static CALLER_MEMORY: Mutex<Vec<Range<usize>>> = Mutex::new(Vec::new());
+
+fn caller_memory() -> MutexGuard<'static, Vec<Range<usize>>> {
+    CALLER_MEMORY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Drop for PlanMemory {
+    fn drop(&mut self) {
+        if self._own.is_none() {
+            caller_memory().retain(|range| range.start != self.address.addr());
+        }
+    }
+}
+
 impl PlanMemory {
     fn allocate(bytes: usize) -> Result<PlanMemory> {
         let lines = bytes.div_ceil(64);
@@ -538,6 +570,15 @@ impl PlanMemory {
                 format!("plan memory has {bytes} bytes, ep_plan_bytes says {needed}"),
             ));
         }
+        let range = address.addr()..address.addr() + needed;
+        let mut taken = caller_memory();
+        if taken.iter().any(|other| other.start < range.end && range.start < other.end) {
+            return Err(Error::invalid(format!(
+                "plan memory {address:p} overlaps that of a plan that is alive; destroy it first, or give each \
+                 its own"
+            )));
+        }
+        taken.push(range);
         Ok(PlanMemory { address, _own: None })
     }
 }

@@ -67,11 +67,15 @@ impl Stream {
     }
 
     pub(super) fn push(&self, job: Job) -> Result<()> {
+        // Counted until it is done, so that `Group::close` waits for it.
+        let group = job.parts().0.group.clone();
+        group.call_queued();
         lock(&self.progress).pushed += 1;
         let sent = self.queue.as_ref().is_some_and(|queue| queue.send(job).is_ok());
         if sent {
             return Ok(());
         }
+        group.call_done();
         lock(&self.progress).pushed -= 1;
         Err(Error::new(Status::BadHandle, "the stream has ended"))
     }
@@ -131,6 +135,7 @@ fn run(jobs: &Receiver<Job>, progress: &(Mutex<Progress>, Condvar)) {
         if let Job::Update(core, _) = &job {
             core.finish_queued(&result);
         }
+        job.parts().0.group.call_done();
         lock(progress).done += 1;
         progress.1.notify_all();
     }

@@ -50,13 +50,13 @@ impl Window {
         // Relaxed: the bootstrap's lock orders the allocations of this rank.
         let tag = group.next_window.fetch_add(1, Ordering::Relaxed).into();
         let own = make_part(group, bytes);
-        let hellos = bootstrap.all_gather(&hello(group, &own), deadline)?;
+        let hellos = bootstrap.all_gather(&hello(group, &own), deadline).map_err(no_more_windows)?;
         // All ranks see the same hellos, so either all stop here or none does: the ranks stay in step.
         let own = own?;
         let (id, offers) = parse(&hellos)?;
         let parts = map_parts(group, tag, own, &offers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
-        let answers = bootstrap.all_gather(&answer, deadline)?;
+        let answers = bootstrap.all_gather(&answer, deadline).map_err(no_more_windows)?;
         let parts = parts?;
         if let Some(refused) = answers.iter().position(|answer| !answer.is_empty()) {
             let text = String::from_utf8_lossy(&answers[refused]).into_owned();
@@ -79,7 +79,7 @@ impl Window {
 
     /// Address of this rank's part; aligned to pages, dangling if the size is 0.
     pub fn data(&self) -> *mut u8 {
-        self.shared.parts[self.group.rank].as_ref().map_or(std::ptr::dangling_mut(), |part| part.base())
+        self.shared.parts[self.group.rank].as_ref().map_or(NO_MEMORY, |part| part.base())
     }
 
     /// Size as asked for.
@@ -87,6 +87,18 @@ impl Window {
         self.bytes
     }
 }
+
+/// A bootstrap that failed once stays failed: what that means for the group.
+fn no_more_windows(error: Error) -> Error {
+    let text = format!(
+        "{}; this group can make no more windows, everything else of it works on. For windows, make a new group",
+        error.message
+    );
+    Error::new(error.status, text)
+}
+
+/// What a part of 0 bytes has for an address: aligned like any other, and nothing to read there.
+const NO_MEMORY: *mut u8 = std::ptr::without_provenance_mut(4096);
 
 impl Drop for Window {
     fn drop(&mut self) {

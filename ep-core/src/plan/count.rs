@@ -104,7 +104,8 @@ impl Routing {
             .find(|(_, id)| *id < -1 || *id >= num_experts as i64)
             .map_or(String::from("topk_idx changed while it was read"), |(k, id)| {
                 format!(
-                    "topk_idx of token {token}, slot {k} is {id}, expected -1 or an expert in 0..{num_experts}"
+                    "topk_idx of token {token}, slot {k} is {id}, expected -1 or an expert from 0 to {}",
+                    num_experts - 1
                 )
             });
         Error::new(Status::OutOfRange, text)

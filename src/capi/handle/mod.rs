@@ -12,12 +12,13 @@ use std::cell::UnsafeCell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ep_core::{Error, Result, Status};
 
 mod bits;
+mod fork;
 
 pub(crate) use bits::Kind;
 
@@ -40,6 +41,8 @@ const WORD_GENERATION_SHIFT: u32 = 32;
 
 struct Slot<T> {
     word: AtomicU64,
+    /// The process, by its number of forks, that made the object.
+    process: AtomicU32,
     value: UnsafeCell<Option<T>>,
 }
 
@@ -90,6 +93,8 @@ impl<T: Object> Table<T> {
         let slot = &slots[at];
         // SAFETY: the slot came from the free list, so no pin exists and none can be taken before LIVE.
         unsafe { *slot.value.get() = Some(value) };
+        // Relaxed: published by the release of the word below.
+        slot.process.store(fork::process(), Ordering::Relaxed);
         // Relaxed: the thread that freed the slot released it to us through the lock of the free list.
         let generation = slot.word.load(Ordering::Relaxed) >> WORD_GENERATION_SHIFT;
         // Release: pairs with the acquire in `pin`; publishes the value.
@@ -152,6 +157,10 @@ impl<T: Object> Table<T> {
             Some((slots.get(at)?, index, generation))
         });
         match slot {
+            // Relaxed: only a number; a child has what its parent stored before it forked.
+            Some((slot, ..)) if slot.process.load(Ordering::Relaxed) != fork::process() => bad(format!(
+                "{arg} was made by the process that this one was forked from; only that one may use it"
+            )),
             Some(found) => Ok(found),
             None => bad(format!("{arg} is {handle:#x}, which no call has returned as an {wanted}")),
         }
@@ -203,7 +212,11 @@ fn place(index: usize) -> (usize, usize) {
 
 fn empty<T>() -> Slot<T> {
     // Generations begin at 1: an all-zero field never fits.
-    Slot { word: AtomicU64::new(1 << WORD_GENERATION_SHIFT), value: UnsafeCell::new(None) }
+    Slot {
+        word: AtomicU64::new(1 << WORD_GENERATION_SHIFT),
+        process: AtomicU32::new(0),
+        value: UnsafeCell::new(None),
+    }
 }
 
 /// Keeps an object alive for the length of a call.

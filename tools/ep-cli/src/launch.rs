@@ -4,6 +4,7 @@
 //! standard input and answers each with one line on its standard output.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use ep_core::bootstrap::UniqueId;
+use ep_core::mem::Mapping;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tempfile::TempDir;
 
 use crate::memory::BARRIER_BYTES;
 
@@ -73,7 +74,8 @@ pub(crate) struct Ranks {
     ranks: Vec<Rank>,
     events: Receiver<(usize, Event)>,
     timeout: Duration,
-    _dir: TempDir,
+    /// The ranks open it by way of this process.
+    _barrier: OwnedFd,
 }
 
 impl Ranks {
@@ -98,13 +100,13 @@ impl Ranks {
         job: &Job,
         command: &dyn Fn() -> Command,
     ) -> Result<Ranks> {
-        let dir = scratch_dir()?;
-        let barrier = dir.path().join("barrier");
-        std::fs::File::create_new(&barrier)?.set_len(BARRIER_BYTES)?;
+        // Memory without a name, which goes with its last user: nothing is left, however this process ends.
+        let (_, memory) = Mapping::create(BARRIER_BYTES as usize)?;
+        let barrier = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd()));
         let id = UniqueId::create()?;
         let unique_id: String = bytemuck::bytes_of(&id).iter().map(|byte| format!("{byte:02x}")).collect();
         let (events_in, events) = channel();
-        let mut started = Ranks { ranks: Vec::new(), events, timeout, _dir: dir };
+        let mut started = Ranks { ranks: Vec::new(), events, timeout, _barrier: memory };
         for rank in 0..num_ranks {
             let hello = Hello {
                 rank,
@@ -254,12 +256,6 @@ impl Drop for Ranks {
             let _ = rank.child.wait();
         }
     }
-}
-
-/// A directory in memory if there is one.
-fn scratch_dir() -> Result<TempDir> {
-    let builder = || tempfile::Builder::new().prefix("ep-").rand_bytes(8).tempdir_in("/dev/shm");
-    builder().or_else(|_| TempDir::with_prefix("ep-")).context("a temporary directory")
 }
 
 fn start_rank(mut command: Command, rank: usize, events: &Sender<(usize, Event)>) -> Result<Rank> {
