@@ -4,6 +4,7 @@
 #   scripts/gpu.sh build            here: what the other machine runs, into build/gpu
 #   scripts/gpu.sh run              there, from the root of the same tree: check, then measure
 #   scripts/gpu.sh run ARG...       the same with arguments for gpu_check, see ep-cuda/examples/gpu_check
+#   scripts/gpu.sh conformance      there: tests/conformance on CUDA, through the C ABI
 #
 # EP_CUDA_ARCHS (build) is sm_90a unless set. `run` refuses programs that were built from another tree.
 # Several ranks share one GPU through MPS, which `run` starts with directories of its own, and stops.
@@ -15,8 +16,8 @@ out=build/gpu
 
 # Of what decides what the programs do, as it lies here. Needs no git.
 tree_hash() {
-    LC_ALL=C find kernels ep-cuda ep-core Cargo.lock -type f ! -name '*.swp' -print0 | LC_ALL=C sort -z |
-        xargs -0 sha256sum | sha256sum | cut -c 1-16
+    LC_ALL=C find kernels ep-cuda ep-core src tests/conformance Cargo.lock -type f ! -name '*.swp' -print0 |
+        LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c 1-16
 }
 
 build() {
@@ -28,6 +29,10 @@ build() {
     rm -rf "$out"
     mkdir -p "$out"
     strip -o "$out/gpu_check" "${CARGO_TARGET_DIR:-target}/release/examples/gpu_check"
+    local conformance
+    conformance=$("${CARGO:-cargo}" test --release --locked -p ep --test conformance --no-run 2>&1 | tee /dev/stderr |
+        sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
+    strip -o "$out/conformance" "$conformance"
     printf '%s\n' "$tree" >"$out/tree"
     du -sh "$out" >&2
 }
@@ -60,6 +65,12 @@ try() {
     timeout 200 "$out/gpu_check" "$@" || status=1
 }
 
+# At most 16 ranks, which share the SMs of one GPU.
+conform() {
+    EP_CUDA_MAX_SMS=${EP_CUDA_MAX_SMS:-8} timeout 500 "$out/conformance" cuda_ --ignored --test-threads=1 || status=1
+}
+
+# run COMMAND...: checks the tree, then runs a function under MPS.
 run() {
     local have want
     status=0
@@ -70,33 +81,38 @@ run() {
         exit 1
     fi
     start_mps
-    if [ $# -gt 0 ]; then
-        timeout 560 "$out/gpu_check" "$@" || status=1
-    else
-        try what=check ranks=1 cases=12 seed=3
-        try what=check ranks=3 cases=32 seed=2
-        try what=graph ranks=4
-        # Threads of a process share its hardware queues: a queue each, or a rank waits behind its peer.
-        CUDA_DEVICE_MAX_CONNECTIONS=32 try what=check threads=1 ranks=3 cases=12 seed=4 tokens=512
-        try what=faults ranks=3
-        # A client that was killed can leave MPS in a bad state.
-        stop_mps
-        start_mps
-        try ranks=4 sms=24
-        try what=bench ranks=8 sms=16
-    fi
+    "$@"
     printf '\ntree %s: %s\n' "$have" "$([ $status = 0 ] && echo passed || echo FAILED)"
     return $status
+}
+
+only() {
+    timeout 560 "$out/gpu_check" "$@" || status=1
+}
+
+everything() {
+    try what=check ranks=1 cases=12 seed=3
+    try what=check ranks=3 cases=32 seed=2
+    try what=graph ranks=4
+    # Threads of a process share its hardware queues: a queue each, or a rank waits behind its peer.
+    CUDA_DEVICE_MAX_CONNECTIONS=32 try what=check threads=1 ranks=3 cases=12 seed=4 tokens=512
+    try what=faults ranks=3
+    # A client that was killed can leave MPS in a bad state.
+    stop_mps
+    start_mps
+    try ranks=4 sms=24
+    try what=bench ranks=8 sms=16
 }
 
 case ${1:-} in
 build) build ;;
 run)
     shift
-    run "$@"
+    if [ $# -gt 0 ]; then run only "$@"; else run everything; fi
     ;;
+conformance) run conform ;;
 *)
-    say "usage: scripts/gpu.sh build | run [ARG...]"
+    say "usage: scripts/gpu.sh build | run [ARG...] | conformance"
     exit 2
     ;;
 esac

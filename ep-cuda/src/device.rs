@@ -63,7 +63,7 @@ impl CudaDevice {
             kernels: Kernels::load(&context)?,
             pool: Pool::new(&context)?,
             pinned: PinnedPool::new(&context),
-            num_sms: usize::try_from(sms).unwrap_or(1).max(1),
+            num_sms: most_sms()?.min(usize::try_from(sms).unwrap_or(1)).max(1),
             driver: driver.version,
             legacy: legacy::asked_for()? || !has_descriptors(&context)?,
             context,
@@ -80,9 +80,24 @@ impl CudaDevice {
         &self.pool
     }
 
-    /// Multiprocessors of the device.
+    /// Multiprocessors that a call may use.
     pub fn num_sms(&self) -> usize {
         self.num_sms
+    }
+}
+
+/// `EP_CUDA_MAX_SMS`: ranks that share a device must leave room for each other's blocks.
+///
+/// # Errors
+/// [`ep_core::Status::InvalidArgument`] if the variable is no number above 0.
+fn most_sms() -> Result<usize> {
+    match std::env::var("EP_CUDA_MAX_SMS") {
+        Err(_) => Ok(usize::MAX),
+        Ok(text) => {
+            text.trim().parse().ok().filter(|&sms| sms > 0).ok_or_else(|| {
+                Error::invalid(format!("EP_CUDA_MAX_SMS is '{text}', expected a number above 0"))
+            })
+        }
     }
 }
 

@@ -85,6 +85,36 @@ impl Pool {
         self.stream.synchronize()
     }
 
+    /// Copies to device memory anywhere, and waits until it is there.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// The range is device memory that no call uses meanwhile.
+    pub unsafe fn upload(&self, to: u64, from: &[u8]) -> Result<()> {
+        self.write(to, from)
+    }
+
+    /// Copies from device memory anywhere.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// The range is device memory; what wrote there is done.
+    pub unsafe fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        if to.is_empty() {
+            return Ok(());
+        }
+        let _entered = self.context.enter()?;
+        // SAFETY: by the caller's word.
+        let code =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), self.stream.raw()) };
+        check(code, format_args!("cuMemcpyDtoHAsync of {} bytes", to.len()))?;
+        self.stream.synchronize()
+    }
+
     /// Queues a copy from memory that stays. Does not wait.
     ///
     /// # Errors

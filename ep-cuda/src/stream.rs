@@ -51,6 +51,19 @@ impl Stream {
     }
 }
 
+/// Waits until a stream of the context, which may be the NULL stream, is done.
+///
+/// # Errors
+/// Those of the driver.
+///
+/// # Safety
+/// `stream` is a stream of the context.
+pub unsafe fn synchronize(context: &Context, stream: CUstream) -> Result<()> {
+    let _entered = context.enter()?;
+    // SAFETY: by the caller's word.
+    check(unsafe { sys::cuStreamSynchronize(stream) }, "cuStreamSynchronize")
+}
+
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {

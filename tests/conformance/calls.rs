@@ -23,6 +23,14 @@ impl<'a> Run<'a> {
         member.window_place(rng, bytes)
     }
 
+    /// A place for what a combine reads: one time in `n` in a window, or always where that must be.
+    fn row_place(&self, rng: &mut Rng, n: usize, bytes: usize) -> Option<*mut u8> {
+        if self.member.device.lacks().combine_outside_windows {
+            return Some(self.member.any_window_place(bytes).expect("a window with room for the rows"));
+        }
+        if rng.once_in(n) { self.window_place(rng, bytes) } else { None }
+    }
+
     pub fn issue_update(
         &self,
         op: &UpdateOp,
@@ -243,7 +251,7 @@ impl<'a> Run<'a> {
             combined_weights: RawTensor::NONE,
         };
         let matrix = row_strides(rng, op.dtype, num_rows, op.cols);
-        let place = rng.once_in(2).then(|| self.window_place(rng, matrix.region_bytes())).flatten();
+        let place = self.row_place(rng, 2, matrix.region_bytes());
         let name = if place.is_some() { "rows (in a window)" } else { "rows" };
         let region = self.region(name, matrix, place).fill(&op.rows[rank]);
         inputs.rows = region.tensor();
@@ -251,7 +259,7 @@ impl<'a> Run<'a> {
         let width = if routing.layout == Layout::Flat { routing.topk } else { 1 };
         if let Some(weights) = &op.row_weights {
             let matrix = Matrix::contiguous(Dtype::F32, num_rows, width);
-            let place = rng.once_in(3).then(|| self.window_place(rng, matrix.region_bytes())).flatten();
+            let place = self.row_place(rng, 3, matrix.region_bytes());
             let region = self.region("row_weights", matrix, place).fill(&float_bytes(&weights[rank]));
             inputs.row_weights = region.tensor();
             regions.push(region);

@@ -14,6 +14,7 @@ mod abi;
 mod calls;
 mod case;
 mod cell;
+mod cuda;
 mod generate;
 mod invariants;
 mod job;
@@ -26,9 +27,10 @@ mod strides;
 mod trace;
 mod world;
 
-use cell::processes::{HostProcesses, Meeting, worker};
+use cell::processes::{Meeting, On, Processes, worker};
 use cell::run_all;
 use cell::threads::HostThreads;
+use cuda::Cuda;
 use job::{JobId, Kind};
 
 /// Random jobs of a default run.
@@ -109,7 +111,7 @@ fn processes_that_meet_through_a_file() {
     all.extend(jobs(Kind::Groups, 8));
     all.extend(jobs(Kind::Lanes, 12));
     all.extend(jobs(Kind::Large, 2));
-    run_all(&HostProcesses { meeting: Meeting::File }, &all);
+    run_all(&Processes { meeting: Meeting::File, on: On::Host }, &all);
 }
 
 #[test]
@@ -117,7 +119,40 @@ fn processes_that_meet_through_an_id() {
     let mut all = jobs(Kind::Payload, 12);
     all.extend(jobs(Kind::Groups, 4));
     all.extend(jobs(Kind::Trace, 3));
-    run_all(&HostProcesses { meeting: Meeting::UniqueId }, &all);
+    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Host }, &all);
+}
+
+/// Runs jobs on CUDA.
+fn run_on_cuda(jobs: Vec<JobId>) {
+    if let Some(why) = Cuda::missing() {
+        panic!("this test needs a GPU: {why}");
+    }
+    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Cuda }, &Cuda::able(jobs));
+}
+
+#[test]
+#[ignore = "needs a GPU: scripts/gpu.sh conformance"]
+fn cuda_random_cases() {
+    run_on_cuda(jobs(Kind::Random, 120));
+}
+
+#[test]
+#[ignore = "needs a GPU: scripts/gpu.sh conformance"]
+fn cuda_patterns_orders_and_payloads() {
+    let mut all = jobs(Kind::Pattern, job::PATTERN_TURNS);
+    all.extend(jobs(Kind::Order, job::ORDER_TURNS));
+    all.extend(jobs(Kind::Payload, job::PAYLOAD_TURNS));
+    run_on_cuda(all);
+}
+
+#[test]
+#[ignore = "needs a GPU: scripts/gpu.sh conformance"]
+fn cuda_plans_and_lanes_and_groups() {
+    let mut all = jobs(Kind::Plans, 12);
+    all.extend(jobs(Kind::Lanes, 20));
+    all.extend(jobs(Kind::Groups, 16));
+    all.extend(jobs(Kind::Records, 12));
+    run_on_cuda(all);
 }
 
 /// Not a test: the entry of the processes of the process cell.

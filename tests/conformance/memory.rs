@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use ep::capi::{EpTensor, ep_stream_create, ep_stream_destroy, ep_stream_synchronize};
+use ep::capi::{EP_BACKEND_HOST, EpTensor, ep_stream_create, ep_stream_destroy, ep_stream_synchronize};
 use ep_core::tensor::Dtype;
 
 use crate::abi::expect_ok;
@@ -23,6 +23,19 @@ pub trait Device: Send + Sync {
     fn stream_synchronize(&self, stream: *mut c_void) -> Result<(), String>;
     /// Ends the stream.
     fn stream_destroy(&self, stream: *mut c_void);
+    /// `EP_BACKEND_` of the groups.
+    fn backend(&self) -> i32;
+    /// What the backend does not do, and the jobs go without.
+    fn lacks(&self) -> Lacks;
+}
+
+/// What a backend does not do yet.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lacks {
+    /// Combining rows outside windows.
+    pub combine_outside_windows: bool,
+    /// Counting rows and bytes in `ep_group_stats`.
+    pub stats: bool,
 }
 
 /// Ordinary memory and `ep_stream_t`.
@@ -63,6 +76,10 @@ impl Device for Host {
     }
 
     fn stream_synchronize(&self, stream: *mut c_void) -> Result<(), String> {
+        if stream.is_null() {
+            // Calls without a stream are done when they return.
+            return Ok(());
+        }
         // SAFETY: the stream is alive until `stream_destroy`.
         expect_ok(unsafe { ep_stream_synchronize(stream.cast(), 60_000) }, "ep_stream_synchronize")
     }
@@ -70,6 +87,14 @@ impl Device for Host {
     fn stream_destroy(&self, stream: *mut c_void) {
         // SAFETY: nobody uses the stream afterwards.
         expect_ok(unsafe { ep_stream_destroy(stream.cast()) }, "ep_stream_destroy").expect("a live stream");
+    }
+
+    fn backend(&self) -> i32 {
+        EP_BACKEND_HOST
+    }
+
+    fn lacks(&self) -> Lacks {
+        Lacks::default()
     }
 }
 

@@ -17,6 +17,8 @@ use crate::world::GroupSpec;
 
 /// Bytes of each of a group's windows on each rank.
 const WINDOW_BYTES: usize = 3 << 20;
+/// The same where a combine has its rows there and nowhere else.
+const LARGE_WINDOW_BYTES: usize = 96 << 20;
 /// Deadline of every collective call.
 pub const TIMEOUT_MS: u32 = 20_000;
 
@@ -66,7 +68,7 @@ impl<'d> Member<'d> {
         let config = EpGroupConfig {
             struct_size: size_of::<EpGroupConfig>(),
             reserved_flags: 0,
-            backend: EP_BACKEND_HOST,
+            backend: device.backend(),
             num_lanes: spec.num_lanes,
             timeout_ms: TIMEOUT_MS,
             node_id: spec.node_ids[rank],
@@ -80,7 +82,8 @@ impl<'d> Member<'d> {
         let mut member = Member { device, group, rank, num_ranks: spec.members.len(), windows: Vec::new() };
         member.check_node(spec)?;
         // One window more than is needed, of another size on each rank, and one of no bytes.
-        for bytes in [WINDOW_BYTES, WINDOW_BYTES + rank * 4096, 0] {
+        let bytes = if device.lacks().combine_outside_windows { LARGE_WINDOW_BYTES } else { WINDOW_BYTES };
+        for bytes in [bytes, bytes + rank * 4096, 0] {
             let mut window = null_mut();
             // SAFETY: the group is alive; the pointer is a place for one handle.
             expect_ok(unsafe { ep_window_allocate(group, bytes, &mut window) }, "ep_window_allocate")?;
@@ -140,6 +143,13 @@ impl<'d> Member<'d> {
         Some(space.data.wrapping_add(used))
     }
 
+    /// A place for `bytes` in any of the windows.
+    pub fn any_window_place(&self, bytes: usize) -> Option<*mut u8> {
+        let space = self.windows.iter().find(|space| space.used.get() + bytes <= space.bytes)?;
+        let used = space.used.replace(space.used.get() + bytes);
+        Some(space.data.wrapping_add(used))
+    }
+
     /// Forgets what was given out of the windows.
     fn reset_windows(&self) {
         for space in &self.windows {
@@ -184,7 +194,8 @@ pub fn run_job(job: &Job, members: &[Option<Member>]) -> Vec<Trouble> {
             troubles.push(Trouble::Wrong(text));
         }
     }
-    if troubles.is_empty() {
+    let counted = members.iter().flatten().all(|member| !member.device.lacks().stats);
+    if troubles.is_empty() && counted {
         for (group, (before, after)) in before.into_iter().zip(read_stats()).enumerate() {
             let Some(member) = &members[group] else { continue };
             let counted =

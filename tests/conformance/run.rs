@@ -158,11 +158,11 @@ impl<'a> Run<'a> {
                 troubles.push(Trouble::Wrong(format!("{name}: found {found:?}, expected {expected:?}")));
             }
         }
-        if !self.stream.is_null() {
+        let done = self.member.device.stream_synchronize(self.stream);
+        done.map_err(|text| {
             let names: Vec<&str> = self.pending.iter().map(|pending| pending.name.as_str()).collect();
-            let done = self.member.device.stream_synchronize(self.stream);
-            done.map_err(|text| format!("{}: {text}", names.join(", ")))?;
-        }
+            format!("{}: {text}", names.join(", "))
+        })?;
         for pending in self.pending.drain(..) {
             let wrong = pending.regions.iter().filter_map(|region| region.check().err());
             troubles.extend(wrong.map(|text| Trouble::Wrong(format!("{}: {text}", pending.name))));

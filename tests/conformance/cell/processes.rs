@@ -12,8 +12,9 @@ use ep::capi::{EpBootstrap, EpUniqueId, ep_unique_id_create};
 
 use super::{Cell, Outcome, live};
 use crate::abi::{expect_ok, size_of};
+use crate::cuda::Cuda;
 use crate::job::JobId;
-use crate::memory::Host;
+use crate::memory::{Device, Host};
 use crate::rank::Trouble;
 use crate::world::World;
 
@@ -26,23 +27,34 @@ pub enum Meeting {
     UniqueId,
 }
 
-/// Processes over the host backend.
-pub struct HostProcesses {
+/// Processes, each a rank.
+pub struct Processes {
     pub meeting: Meeting,
+    pub on: On,
+}
+
+/// The backend of the processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    Host,
+    /// Rank r on device r % devices. Several ranks on one device need MPS.
+    Cuda,
 }
 
 /// The test that is a worker when this is set to its rank.
 const RANK: &str = "EP_CONFORMANCE_RANK";
 const JOBS: &str = "EP_CONFORMANCE_JOBS";
 const MEETING: &str = "EP_CONFORMANCE_MEETING";
+const ON_CUDA: &str = "EP_CONFORMANCE_ON_CUDA";
 /// Opens each line with which a worker reports.
 const REPORT: &str = "EP_CONFORMANCE_REPORT";
 /// How long a world may take.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-impl Cell for HostProcesses {
+impl Cell for Processes {
     fn name(&self) -> String {
-        format!("host-processes ({:?})", self.meeting)
+        let backend = if self.on == On::Cuda { "cuda" } else { "host" };
+        format!("{backend}-processes ({:?})", self.meeting)
     }
 
     fn run(&self, world: &World, jobs: &[JobId]) -> Outcome {
@@ -55,7 +67,7 @@ impl Cell for HostProcesses {
             world.groups.iter().enumerate().map(|(group, _)| self.meeting(&folder, group)).collect();
         let jobs: Vec<String> = jobs.iter().map(JobId::to_string).collect();
         let children: Vec<Child> =
-            (0..world.num_ranks).map(|rank| start(rank, &jobs, &meeting, &folder)).collect();
+            (0..world.num_ranks).map(|rank| start(rank, &jobs, &meeting, &folder, self.on)).collect();
         let deadline = Instant::now() + PATIENCE;
         let mut outcome = Outcome::default();
         for (rank, mut child) in children.into_iter().enumerate() {
@@ -74,7 +86,7 @@ impl Cell for HostProcesses {
     }
 }
 
-impl HostProcesses {
+impl Processes {
     /// What a worker needs to know to meet the others of a group.
     fn meeting(&self, folder: &Path, group: usize) -> String {
         match self.meeting {
@@ -94,7 +106,7 @@ fn output_path(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("output-{rank}"))
 }
 
-fn start(rank: usize, jobs: &[String], meeting: &[String], folder: &Path) -> Child {
+fn start(rank: usize, jobs: &[String], meeting: &[String], folder: &Path, on: On) -> Child {
     let output = std::fs::File::create(output_path(folder, rank)).expect("a file for the output");
     let errors = output.try_clone().expect("a second descriptor");
     Command::new(std::env::current_exe().expect("the path of this binary"))
@@ -102,6 +114,7 @@ fn start(rank: usize, jobs: &[String], meeting: &[String], folder: &Path) -> Chi
         .env(RANK, rank.to_string())
         .env(JOBS, jobs.join(","))
         .env(MEETING, meeting.join(","))
+        .env(ON_CUDA, if on == On::Cuda { "1" } else { "0" })
         .stdin(Stdio::null())
         .stdout(output)
         .stderr(errors)
@@ -154,7 +167,12 @@ pub fn worker() {
         timeout_ms: 0,
         reserved: 0,
     };
-    for (job, trouble) in live(&Host, &world, rank, bootstrap, jobs.iter().map(|job| Arc::new(job.build()))) {
+    let device: Box<dyn Device> = match variable(ON_CUDA).as_str() {
+        "1" => Box::new(Cuda::of_rank(rank)),
+        _ => Box::new(Host),
+    };
+    let jobs = jobs.iter().map(|job| Arc::new(job.build()));
+    for (job, trouble) in live(&*device, &world, rank, bootstrap, jobs) {
         let kind = if matches!(trouble, Trouble::Broken(_)) { "broken" } else { "wrong" };
         println!("\n{REPORT} {job} {kind} {}", trouble.text().replace('\n', " "));
     }

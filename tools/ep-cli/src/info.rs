@@ -12,9 +12,10 @@ use serde_json::{Value, json};
 use crate::output::say;
 
 /// Environment variables that the library reads, and what they are without being set.
-const SETTINGS: [(&str, &str); 3] = [
+const SETTINGS: [(&str, &str); 4] = [
     ("EP_BOOTSTRAP_ADDR", "127.0.0.1, any port"),
     ("EP_CUDA_DEVICE", "0, or that of the thread's context"),
+    ("EP_CUDA_MAX_SMS", "all of the device"),
     ("EP_CUDA_LEGACY_IPC", "0: only where the driver has nothing better"),
 ];
 
