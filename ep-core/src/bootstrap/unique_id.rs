@@ -116,6 +116,11 @@ impl UniqueId {
     /// [`crate::Status::InvalidArgument`] when `address` is not `host:port`, and
     /// [`crate::Status::System`] when the name does not resolve.
     pub fn from_address(address: &str, secret: &str) -> Result<UniqueId> {
+        if secret.is_empty() {
+            return Err(Error::invalid(
+                "the secret is empty: anyone could join; give every rank the same secret text",
+            ));
+        }
         let resolved = resolve(address, None)?;
         if resolved.address.ip().is_unspecified() {
             let text = format!("\"{address}\" must name a host and a port that all ranks can reach");

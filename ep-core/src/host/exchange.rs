@@ -14,7 +14,10 @@ use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::{Error, Result, Status};
 use crate::perturb::Stop;
-use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, OP_DISPATCH, OP_FAILED, OP_PLAN, REQUESTS, line};
+use crate::wire::{
+    DESC_BYTES, DescBody, FLAG_ORDER_SHIFT, FLAG_ROW_WEIGHTS, FLAG_TOPK_WEIGHTS, FLAG_WIRE_BF16, OP_COMBINE,
+    OP_DISPATCH, OP_FAILED, OP_PLAN, REQUESTS, line,
+};
 
 /// One call in progress on this rank.
 pub(crate) struct Exchange<'a> {
@@ -418,8 +421,17 @@ fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
         ("bytes of a row of payload 1", own.row_bytes[1], peer.row_bytes[1]),
         ("bytes of a row of payload 2", own.row_bytes[2], peer.row_bytes[2]),
         ("bytes of a row of payload 3", own.row_bytes[3], peer.row_bytes[3]),
-        ("weights and reduce options (flags)", own.flags, peer.flags),
     ];
-    let (name, own, peer) = fields.into_iter().find(|(_, own, peer)| own != peer)?;
-    Some(format!("{name}: {own} and {peer}"))
+    if let Some((name, own, peer)) = fields.into_iter().find(|(_, own, peer)| own != peer) {
+        return Some(format!("{name}: {own} and {peer}"));
+    }
+    let options = [
+        (FLAG_TOPK_WEIGHTS, "one carries inputs.topk_weights, the other does not"),
+        (FLAG_ROW_WEIGHTS, "one returns inputs.row_weights, the other does not"),
+        (3 << FLAG_ORDER_SHIFT, "their reduce_order differs"),
+        (FLAG_WIRE_BF16, "their wire_dtype differs"),
+    ];
+    let differing = own.flags ^ peer.flags;
+    let found = options.into_iter().find(|(bits, _)| differing & bits != 0);
+    found.map(|(_, text)| String::from(text))
 }
