@@ -138,3 +138,26 @@ fn abort_in_the_middle_of_work_ends_every_rank() {
         });
     }
 }
+
+/// Groups of one process share nothing: one that is aborted, or whose rank is late, leaves the other alone.
+#[test]
+fn abort_of_one_group_leaves_another_alone() {
+    let _watchdog = Watchdog::new("two groups", LONG);
+    run_calm(3, LONG, |outer| {
+        let shape = Shape::large(3, Layout::ExpertMajor, Place::Window);
+        let mut outer_member = Member::new(outer, shape).unwrap();
+        outer_member.round(1).unwrap();
+        // Each rank has a group of its own threads besides.
+        run_calm(2, LONG, |inner| {
+            let mut member = Member::new(inner, Shape::small(2, Layout::Flat, Place::Window)).unwrap();
+            member.round(1).unwrap();
+            if inner.rank() == 0 {
+                inner.abort();
+            }
+            let error = (2..).find_map(|seed| member.calls(seed).err()).unwrap();
+            assert_eq!(error.status, Status::Aborted, "{error}");
+        });
+        assert!(outer.health(&mut []).is_none());
+        (2..5).for_each(|seed| outer_member.round(seed).unwrap());
+    });
+}

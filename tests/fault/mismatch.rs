@@ -165,7 +165,7 @@ fn each_kind_of_mismatch_says_what_differs() {
         (Call::Dispatch(0), Call::Dispatch(1), "different configs"),
         (Call::Dispatch(0), Call::Dispatch(2), "updated in different calls"),
         (Call::Dispatch(0), Call::DispatchFewerCols(0), "bytes of a row of payload 0: "),
-        (Call::Combine(0), Call::CombineByRank(0), "reduce options"),
+        (Call::Combine(0), Call::CombineByRank(0), "reduce_order"),
     ];
     let _watchdog = Watchdog::new("kinds of mismatches", LONG);
     run_calm(3, LONG, |group| {

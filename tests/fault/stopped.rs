@@ -1,14 +1,18 @@
 //! Ranks whose process is stopped for longer than a deadline: the survivors name them and go on, and a
 //! rank that wakes up afterwards is told, and writes into nothing that is in use.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ep_core::Status;
+use ep_core::bootstrap::FileBootstrap;
 use ep_core::config::Layout;
+use ep_core::engine::Group;
 
-use crate::process::role;
+use crate::process::{self, Rank, Scratch, role, say};
 use crate::rng::Rng;
 use crate::scene::{Op, Scene, Stage, check_reports, play};
+use crate::threads::{LONG, config};
 use crate::work::Place;
 
 const TIMEOUT: Duration = Duration::from_millis(700);
@@ -88,5 +92,40 @@ fn check_random_stops(test: &str, times: u64) {
         std::thread::sleep(Duration::from_micros(rng.below(40_000) as u64));
         stage.victim().signal(libc::SIGSTOP);
         check_and_wake(stage, Instant::now());
+    }
+}
+
+/// Rank 0, which serves the meeting, is stopped while the group is made: the others end at their deadline.
+#[test]
+fn rank_stopped_while_a_group_is_made_keeps_nobody_waiting() {
+    if let Some(role) = role() {
+        let (rank, path) = (role[0].parse().unwrap(), Path::new(&role[1]));
+        let met = FileBootstrap::connect(path, rank, 3, Instant::now() + LONG).unwrap();
+        say("met");
+        process::hear();
+        let start = Instant::now();
+        let error = Group::create(&config(LONG), Box::new(met), start + TIMEOUT).err().unwrap();
+        assert_eq!(error.status, Status::Bootstrap, "{error}");
+        return say(format!("failed {} {error}", start.elapsed().as_millis()));
+    }
+    let test = "stopped::rank_stopped_while_a_group_is_made_keeps_nobody_waiting";
+    let scratch = Scratch::new();
+    let role = |rank| format!("{rank} {}", scratch.file("meet").display());
+    for victim in 0..2 {
+        let mut ranks: Vec<Rank> = (0..3).map(|rank| Rank::spawn(test, &role(rank), &scratch)).collect();
+        ranks.iter().for_each(|rank| drop(rank.await_line("met")));
+        ranks[victim].signal(libc::SIGSTOP);
+        ranks.iter_mut().for_each(|rank| rank.tell("go"));
+        for rank in (0..3).filter(|&rank| rank != victim) {
+            let line = ranks[rank].await_line("failed").1;
+            let (waited, error) = line.split_once(' ').unwrap();
+            let waited = Duration::from_millis(waited.parse().unwrap());
+            // The server of the meeting gives ranks a little more time, to tell them who is missing.
+            assert!(waited < TIMEOUT + Duration::from_secs(2), "{waited:?}: {error}");
+            assert!(error.contains(&format!("rank {victim}")) || victim == 0, "{error}");
+        }
+        ranks[victim].signal(libc::SIGCONT);
+        ranks[victim].await_line("failed");
+        ranks.into_iter().for_each(Rank::finish);
     }
 }

@@ -235,3 +235,22 @@ fn rank_killed_while_a_window_is_allocated_is_named_at_once() {
         rank.finish();
     }
 }
+
+/// A window that one rank has released cannot be written by it any more: the calls of its peers that still
+/// put rows there end, on all ranks, and say so.
+#[test]
+fn window_that_is_used_after_one_rank_released_it_is_an_error_on_all() {
+    let _watchdog = Watchdog::new("a window that is used after its release", LONG);
+    run_calm(3, LONG, |group| {
+        let mut member = Member::new(group, Shape::large(3, Layout::Flat, Place::Window)).unwrap();
+        member.round(1).unwrap();
+        if group.rank() == 1 {
+            member.release_window();
+        }
+        let start = Instant::now();
+        let error = member.calls(2).unwrap_err();
+        assert!(matches!(error.status, Status::PeerLost | Status::Aborted), "{error}");
+        assert!(error.message.contains("a window that rank 1 does not have"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    });
+}

@@ -227,6 +227,12 @@ impl Member {
         self.group.rank()
     }
 
+    /// Goes on with rows outside windows.
+    pub(crate) fn release_window(&mut self) {
+        self.outside = vec![0.0; self.shape.capacity() * self.shape.cols];
+        self.window = None;
+    }
+
     pub(crate) fn rows(&mut self) -> &mut [f32] {
         let elements = self.shape.capacity() * self.shape.cols;
         match &self.window {
