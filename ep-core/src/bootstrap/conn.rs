@@ -37,7 +37,6 @@ enum State {
     },
     Member {
         rank: usize,
-        process: u64,
     },
     /// Nothing is read from it any more; what is queued is sent, and then it is closed.
     Closing,
@@ -47,6 +46,7 @@ enum State {
 pub(super) struct Conn {
     stream: TcpStream,
     state: State,
+    process: Option<u64>,
     /// The message that is arriving; never longer than what its state allows.
     input: Vec<u8>,
     output: VecDeque<Arc<Vec<u8>>>,
@@ -62,6 +62,7 @@ impl Conn {
         Conn {
             stream,
             state: State::Hello,
+            process: None,
             input: Vec::new(),
             output: VecDeque::new(),
             sent: 0,
@@ -77,13 +78,14 @@ impl Conn {
     /// The rank that joined over this connection and is still a member.
     pub(super) fn rank(&self) -> Option<usize> {
         match self.state {
-            State::Member { rank, .. } => Some(rank),
+            State::Member { rank } => Some(rank),
             State::Hello | State::Proof { .. } | State::Closing => None,
         }
     }
 
-    pub(super) fn is_member_of_process(&self, own: u64) -> bool {
-        matches!(self.state, State::Member { process, .. } if process == own)
+    /// The process of the rank that joined over this connection, also while it is told the last words.
+    pub(super) fn process(&self) -> Option<u64> {
+        self.process
     }
 
     pub(super) fn is_unknown(&self) -> bool {
@@ -147,7 +149,7 @@ impl Conn {
             State::Hello => Ok(wire::GREETING_BYTES),
             State::Proof { .. } => Ok(wire::PROOF_BYTES),
             State::Closing => Ok(0),
-            State::Member { rank, .. } => {
+            State::Member { rank } => {
                 let Some(head) = self.input.first_chunk() else {
                     return Ok(wire::FRAME_BYTES);
                 };
@@ -212,11 +214,12 @@ impl Conn {
                 let mac = auth::prove(secret, Side::Root, &transcript);
                 let join = Join::decode(join);
                 self.queue(&verdict(wire::VERDICT_WELCOME, &mac));
-                self.state = State::Member { rank: join.rank as usize, process: join.process };
+                self.state = State::Member { rank: join.rank as usize };
+                self.process = Some(join.process);
                 self.expires = None;
                 Ok(Some(Event::Join(join)))
             }
-            State::Member { rank, .. } => {
+            State::Member { rank } => {
                 let frame = message.first_chunk().and_then(Frame::decode).ok_or(Closed)?;
                 let blob = message.split_off(wire::FRAME_BYTES);
                 Ok(Some(Event::Gather { rank, round: frame.round, remaining: frame.remaining, blob }))

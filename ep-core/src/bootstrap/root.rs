@@ -309,7 +309,7 @@ impl Root {
             let mut closed = Vec::new();
             for index in 0..self.conns.len() {
                 let Some(conn) = self.conns.get(index) else { break };
-                if conn.is_member_of_process(process_token()) != is_local
+                if (conn.process() == Some(process_token())) != is_local
                     || self.is_held(conn, is_remote_busy, now)
                 {
                     continue;
@@ -323,12 +323,12 @@ impl Root {
     }
 
     fn is_remote_busy(&self) -> bool {
-        let is_busy = |conn: &Conn| conn.has_output() && !conn.is_member_of_process(process_token());
-        self.conns.iter().any(|conn| conn.rank().is_some() && is_busy(conn))
+        let is_remote = |conn: &Conn| conn.process().is_some_and(|process| process != process_token());
+        self.conns.iter().any(|conn| is_remote(conn) && conn.has_output())
     }
 
     fn is_held(&self, conn: &Conn, is_remote_busy: bool, now: Instant) -> bool {
-        is_remote_busy && now < self.hold_until && conn.is_member_of_process(process_token())
+        is_remote_busy && now < self.hold_until && conn.process() == Some(process_token())
     }
 
     /// Removes connections, by ascending index, and tells the group which ranks left with them.
