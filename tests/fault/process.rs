@@ -184,6 +184,15 @@ impl Rank {
         assert_eq!(result, 0, "signal {signal} to {}", self.name);
     }
 
+    /// Stops it, and returns when all its threads have stopped.
+    pub(crate) fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let mut status = 0;
+        // SAFETY: waits for a change of this process's own child; one that has stopped is not reaped.
+        let pid = unsafe { libc::waitpid(self.pid(), &mut status, libc::WUNTRACED) };
+        assert!(pid == self.pid() && libc::WIFSTOPPED(status), "{} did not stop: {status:#x}", self.name);
+    }
+
     /// Waits for its end.
     pub(crate) fn wait(mut self) -> ExitStatus {
         self.wait_for_end()

@@ -172,7 +172,8 @@ impl Bootstrap for Telltale {
 /// A rank whose socket listens, since others are to come; its parent decides when they do.
 fn play_host(role: &[String]) {
     let rank = role[1].parse().unwrap();
-    let deadline = Instant::now() + LONG;
+    let limit = role.get(3).map_or(LONG, |ms| Duration::from_millis(ms.parse().unwrap()));
+    let deadline = Instant::now() + limit;
     let path = Path::new(&role[2]);
     let bootstrap = FileBootstrap::connect(path, rank, 2, deadline).unwrap();
     say("met");
@@ -241,6 +242,28 @@ fn rank_killed_while_another_connects_to_it_is_named_at_once() {
     assert!(when.saturating_duration_since(died) < Duration::from_secs(1), "{error}");
     host.finish();
     other.finish_killed();
+}
+
+/// Rank 1 is late when rank 0 knows it already and waits for its connection.
+#[test]
+fn rank_that_does_not_connect_is_named_at_the_deadline() {
+    if let Some(role) = role() {
+        return play_host(&role);
+    }
+    let test = "residue::rank_that_does_not_connect_is_named_at_the_deadline";
+    let scratch = Scratch::new();
+    let path = scratch.file("meet");
+    let spawn = |rank| Rank::spawn(test, &format!("host {rank} {} 1500", path.display()), &scratch);
+    let (host, mut late) = (spawn(0), spawn(1));
+    late.await_line("secret");
+    let (_, error) = host.await_line("failed");
+    assert!(error.contains("EP_ERR_BOOTSTRAP: rank 1 did not connect"), "{error}");
+    host.finish();
+    late.tell("come");
+    // The server of the meeting tells it that it was the late one.
+    let (_, error) = late.await_line("failed");
+    assert!(error.contains("EP_ERR_BOOTSTRAP: rank 1 of 2 did not take part"), "{error}");
+    late.finish();
 }
 
 /// Connects to `name` in the role of rank 1 and says whether anything came before the socket was closed.

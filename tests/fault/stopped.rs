@@ -57,7 +57,7 @@ fn rank_stopped_before_a_call_is_named_at_the_deadline() {
             let scene = Scene { op: Some(op), before: true, timeout: TIMEOUT, ..Scene::new(place, layout) };
             let mut stage = Stage::new("stopped::rank_stopped_before_a_call_is_named_at_the_deadline", scene);
             stage.await_entered();
-            stage.victim().signal(libc::SIGSTOP);
+            stage.victim().stop();
             check_and_wake(stage, Instant::now());
         }
     }
@@ -90,7 +90,7 @@ fn check_random_stops(test: &str, times: u64) {
             stage.rank(rank).await_line("round");
         }
         std::thread::sleep(Duration::from_micros(rng.below(40_000) as u64));
-        stage.victim().signal(libc::SIGSTOP);
+        stage.victim().stop();
         check_and_wake(stage, Instant::now());
     }
 }
@@ -114,15 +114,18 @@ fn rank_stopped_while_a_group_is_made_keeps_nobody_waiting() {
     for victim in 0..2 {
         let mut ranks: Vec<Rank> = (0..3).map(|rank| Rank::spawn(test, &role(rank), &scratch)).collect();
         ranks.iter().for_each(|rank| drop(rank.await_line("met")));
-        ranks[victim].signal(libc::SIGSTOP);
+        ranks[victim].stop();
         ranks.iter_mut().for_each(|rank| rank.tell("go"));
-        for rank in (0..3).filter(|&rank| rank != victim) {
-            let line = ranks[rank].await_line("failed").1;
+        let told: Vec<(usize, String)> = (0..3)
+            .filter(|&rank| rank != victim)
+            .map(|rank| (rank, ranks[rank].await_line("failed").1))
+            .collect();
+        for (rank, line) in &told {
             let (waited, error) = line.split_once(' ').unwrap();
             let waited = Duration::from_millis(waited.parse().unwrap());
             // The server of the meeting gives ranks a little more time, to tell them who is missing.
             assert!(waited < TIMEOUT + Duration::from_secs(2), "{waited:?}: {error}");
-            assert!(error.contains(&format!("rank {victim}")) || victim == 0, "{error}");
+            assert!(error.contains(&format!("rank {victim}")) || victim == 0, "rank {rank} of {told:?}");
         }
         ranks[victim].signal(libc::SIGCONT);
         ranks[victim].await_line("failed");

@@ -118,7 +118,13 @@ pub(super) fn join(
         },
     );
     let answer = mapped.as_ref().err().map_or(READY.to_vec(), refusal);
-    let answers = bootstrap.all_gather(&answer, deadline)?;
+    let answers = match bootstrap.all_gather(&answer, deadline) {
+        Ok(answers) => answers,
+        // Whom this rank waited for until the deadline says more than who was then late for the answers.
+        Err(error) => {
+            return Err(mapped.err().filter(|own| own.status == Status::Bootstrap).unwrap_or(error));
+        }
+    };
     if let Some(refused) = root_cause(&answers).filter(|&refused| refused != rank) {
         let text = String::from_utf8_lossy(&answers[refused][1..]).into_owned();
         return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));

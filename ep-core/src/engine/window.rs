@@ -56,7 +56,14 @@ impl Window {
         let (id, offers) = parse(&hellos)?;
         let parts = map_parts(group, tag, own, &offers, deadline);
         let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
-        let answers = bootstrap.all_gather(&answer, deadline).map_err(no_more_windows)?;
+        let answers = match bootstrap.all_gather(&answer, deadline) {
+            Ok(answers) => answers,
+            // As when a group is made: whom this rank waited for says more than who was then late.
+            Err(error) => {
+                let own = parts.err().filter(|own| own.status == Status::Bootstrap);
+                return Err(no_more_windows(own.unwrap_or(error)));
+            }
+        };
         let parts = parts?;
         if let Some(refused) = answers.iter().position(|answer| !answer.is_empty()) {
             let text = String::from_utf8_lossy(&answers[refused]).into_owned();
