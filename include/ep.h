@@ -229,7 +229,9 @@ EP_API ep_status_t ep_group_abort(ep_group_t *group);
 
 enum { EP_RANK_ALIVE = 0, EP_RANK_LOST = 1 };
 
-/* The first error that broke the group. status is EP_OK while nothing has. */
+/* The first error that broke the group. status is EP_OK while nothing has. Of a group on a device also, once
+ * each and while nothing broke it, errors of single calls that were found after the call was queued
+ * (EP_ERR_MISMATCH, EP_ERR_OUT_OF_RANGE); the group lives on. */
 typedef struct ep_error_info {
     uint32_t struct_size;
     ep_status_t status;

@@ -65,9 +65,10 @@ try() {
     timeout 200 "$out/gpu_check" "$@" || status=1
 }
 
-# At most 16 ranks, which share the SMs of one GPU.
+# At most 16 ranks, which share the SMs of one GPU, with calls in two lanes. Under MPS a process has two hardware
+# queues unless told otherwise, and streams that share one wait for each other.
 conform() {
-    EP_CUDA_MAX_SMS=${EP_CUDA_MAX_SMS:-8} timeout 500 "$out/conformance" cuda_ --ignored --test-threads=1 || status=1
+    EP_CUDA_MAX_SMS=${EP_CUDA_MAX_SMS:-4} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-4} timeout 500 "$out/conformance" cuda_ --ignored --test-threads=1 || status=1
 }
 
 # run COMMAND...: checks the tree, then runs a function under MPS.

@@ -267,7 +267,7 @@ impl Group {
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
-        self.first_error()
+        self.first_error().or_else(|| self.device.as_ref()?.take_call_error())
     }
 
     /// True once `rank` has left the group or its process has ended.

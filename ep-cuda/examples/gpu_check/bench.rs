@@ -78,7 +78,7 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
             measure("plan update,", &[Step::Update]);
         }
         measure("dispatch", &[Step::Dispatch]);
-        if kind.window && !kind.fp8 && !kind.origins {
+        if !kind.fp8 && !kind.origins {
             measure("combine", &[Step::Combine]);
         }
         if !kind.window {

@@ -231,7 +231,7 @@ __device__ inline void take_messages(const Context &ctx, const ep_cuda_dispatch_
 }
 
 // Takes messages without payloads, one a lane. Lanes that wait hold back those that do not, so a ring must
-// hold as many messages as a warp takes: the smallest ring has 68 of the largest.
+// hold as many messages as a warp takes: the smallest ring has 64 of the largest.
 __device__ inline void take_origins(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
                                     DispatchShared &shared, uint32_t most)
 {

@@ -6,6 +6,7 @@
 
 #include "ep/plan.cuh"
 #include "ep/ring.cuh"
+#include "ep/rows.cuh"
 
 namespace ep {
 
@@ -91,7 +92,8 @@ __device__ inline Signature dispatch_signature(const ep_cuda_dispatch_args_t &ar
     Signature signature = {};
     signature.plan_epoch = view.header->epoch;
     signature.plan_hash = args.plan.hash;
-    signature.op = EP_WIRE_OP_DISPATCH;
+    // Without an update that worked there is nothing to dispatch, here as on the peers.
+    signature.op = signature.plan_epoch != 0 ? EP_WIRE_OP_DISPATCH : EP_WIRE_OP_FAILED;
     signature.flags = args.topk_weights.data != 0 ? EP_WIRE_FLAG_TOPK_WEIGHTS : 0;
     signature.dtypes = args.dtypes;
     signature.num_payloads = args.num_payloads;
@@ -135,12 +137,8 @@ __device__ inline bool bulk_aligned(uint64_t address, uint64_t row_pitch, uint64
 __device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_args_t &args, const Signature &signature,
                                    uint32_t peer, DispatchShared &shared)
 {
-    ep_wire_desc_t *desc = await_desc(ctx, peer, EP_CUDA_SITE_DISPATCH_CREDIT);
+    ep_wire_desc_t *desc = agree(ctx, peer, signature, EP_CUDA_SITE_DISPATCH_CREDIT);
     if (desc == nullptr) {
-        return false;
-    }
-    if (!same_signature(desc, signature)) {
-        fail(ctx, kErrMismatch, EP_CUDA_SITE_DISPATCH_CREDIT, int32_t(peer), signature.op, desc->op);
         return false;
     }
     Destination &to = shared.destinations[peer];
@@ -286,29 +284,6 @@ __device__ inline SlotInFlight look_up_slot(const ep_cuda_dispatch_args_t &args,
         found.row = row < to.capacity ? int64_t(row) : -1;
     }
     return found;
-}
-
-// A warp copies one row element by element, or 16 bytes at a time where both sides allow it.
-__device__ inline void copy_row(char *to, uint64_t to_pitch, const char *from, uint64_t from_pitch, uint32_t cols,
-                                uint32_t element)
-{
-    uint32_t lane = threadIdx.x % 32, bytes = cols * element;
-    bool contiguous = to_pitch == element && from_pitch == element;
-    uint64_t aligned = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16;
-    if (contiguous && aligned == 0) {
-        for (uint32_t i = lane; i < bytes / 16; i += 32) {
-            st_row(reinterpret_cast<uint4 *>(to) + i, ld_row(reinterpret_cast<const uint4 *>(from) + i));
-        }
-        for (uint32_t i = bytes / 16 * 16 + lane; i < bytes; i += 32) {
-            to[i] = from[i];
-        }
-        return;
-    }
-    for (uint32_t col = lane; col < cols; col += 32) {
-        for (uint32_t byte = 0; byte < element; ++byte) {
-            to[col * to_pitch + byte] = from[col * from_pitch + byte];
-        }
-    }
 }
 
 // A message that a lane has put into a ring and not yet announced.
