@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! gpu_check [what=all|check|bench|graph|faults] [ranks=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256]
-//!           [sms=24] [cases=24] [seed=1] [timeout_ms=10000] [threads=0]
+//!           [sms=24] [cases=24] [seed=1] [timeout_ms=10000] [threads=0] [only=combine_bf16]
 //! ```
 //!
 //! Starts `ranks` processes. Each makes a group on CUDA and one on the host, runs the same calls on both,

@@ -25,6 +25,8 @@ pub struct Options {
     pub timeout_ms: u32,
     /// Ranks are threads.
     pub threads: bool,
+    /// Measure only the rows whose names begin so.
+    pub only: String,
 }
 
 impl Options {
@@ -41,6 +43,7 @@ impl Options {
             seed: 1,
             timeout_ms: 10_000,
             threads: false,
+            only: String::new(),
         };
         for argument in arguments {
             let (name, value) = argument.split_once('=').ok_or(format!("'{argument}' is not name=value"))?;
@@ -55,6 +58,7 @@ impl Options {
                 "cases" => options.cases = number()?,
                 "seed" => options.seed = number()? as u64,
                 "timeout_ms" => options.timeout_ms = number()? as u32,
+                "only" => options.only = value.replace('_', " "),
                 "threads" => options.threads = number()? != 0,
                 "what" => {
                     options.what = match value {

@@ -30,8 +30,6 @@ struct RowServer {
     uint32_t turn;     // the lane whose owner is preferred
     uint32_t late = 0; // an owner that had no room, or had not asked, at the last look
     uint32_t tickets[kOwnersPerLane] = {};
-    uint64_t *full = nullptr; // lane 0: of the message that is not announced yet
-    uint64_t tag = 0;
 
     __device__ uint32_t warp() const { return threadIdx.x / 32; }
 
@@ -115,10 +113,11 @@ struct RowServer {
         return stages + (warp() * EP_COMBINE_STAGES + stage) * round_up(shared.stage_bytes, 128);
     }
 
-    // Stores a row into its slot; it is announced with the next one, or before the warp waits.
+    // Stores a row into its slot and announces it.
     __device__ void store(const RowInFlight &flight)
     {
         char *slot = ring(flight.owner).slot(flight.index);
+        bool together = !staged() || args.row_weights.data != 0;
         if (flight.row != kNoSuchRow) {
             if (args.row_weights.data != 0) {
                 const char *weights = reinterpret_cast<const char *>(args.row_weights.data);
@@ -129,10 +128,18 @@ struct RowServer {
         }
 #if __CUDA_ARCH__ >= 900
         bulk_commit();
+        bulk_wait_written<0>();
+        fence_proxy_async_global();
 #endif
-        announce<1>();
-        full = ring(flight.owner).full(flight.index);
-        tag = message_tag(ctx.epoch, flight.index);
+        if (together) {
+            // The warp copied: every lane's stores come before lane 0's announcement.
+            __threadfence_system();
+            __syncwarp();
+        }
+        if (threadIdx.x % 32 == 0) {
+            // Release: pairs with the acquire in `Ring::await_message`.
+            st_release_sys(ring(flight.owner).full(flight.index), message_tag(ctx.epoch, flight.index));
+        }
     }
 
     __device__ void store_payload(const RowInFlight &flight, char *slot)
@@ -151,36 +158,6 @@ struct RowServer {
         }
 #endif
     }
-
-    // Announces the message before the latest `kLater` rows.
-    template <int kLater>
-    __device__ void announce()
-    {
-        if (full == nullptr) {
-            return;
-        }
-#if __CUDA_ARCH__ >= 900
-        bulk_wait_written<kLater>();
-        fence_proxy_async_global();
-#endif
-        // The warp copied weights, and rows without stages, together.
-        __threadfence_system();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            // Release: pairs with the acquire in `Ring::await_message`.
-            st_release_sys(full, tag);
-        }
-        full = nullptr;
-    }
-
-    // The stage that comes next may be overwritten once the copy out of it has read it.
-    __device__ void await_stage() const
-    {
-#if __CUDA_ARCH__ >= 900
-        bulk_wait_read<EP_COMBINE_STAGES - 2>();
-        __syncwarp();
-#endif
-    }
 };
 
 // The servers of a block: put rows into rings until none is left. One row is loaded while one is stored.
@@ -196,7 +173,6 @@ __device__ __noinline__ void serve_rows(const ep_cuda_combine_args_t &args, uint
     for (uint32_t idle = 0; left || have;) {
         bool chosen = server.choose(next, left);
         if (chosen) {
-            server.await_stage();
             server.load(next, have ? flight.stage ^ 1u : 0);
             idle = 0;
         }
@@ -205,16 +181,11 @@ __device__ __noinline__ void serve_rows(const ep_cuda_combine_args_t &args, uint
         }
         have = chosen;
         flight = next;
-        if (have) {
-            continue;
-        }
-        server.announce<0>();
-        bool failed = left && threadIdx.x % 32 == 0 && !pause(ctx, ++idle, EP_CUDA_SITE_COMBINE_RING, server.late, 0, 0);
+        bool failed = left && !have && threadIdx.x % 32 == 0 && !pause(ctx, ++idle, EP_CUDA_SITE_COMBINE_RING, server.late, 0, 0);
         if (__any_sync(0xffffffffu, failed)) {
             break;
         }
     }
-    server.announce<0>();
 }
 
 // Asks for the rows of this rank's tokens that come through rings. One warp of each block, by ticket; entries

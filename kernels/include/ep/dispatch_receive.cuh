@@ -195,11 +195,13 @@ __device__ inline void take_messages(const Context &ctx, const ep_cuda_dispatch_
 {
     uint32_t num_ranks = args.group.num_ranks;
     MessageTaker taker{ctx, args, view, shared, Stages(shared, all_stages)};
-    // Claims the next message; false: there is none.
+    // Claims the next message, and a ticket ahead; false: there is none.
+    auto draw = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(&ctx.lane->taken, 1u) : 0u; };
+    uint32_t drawn = draw();
     auto claim = [&](uint32_t &source, uint32_t &index) {
         do {
-            uint32_t ticket = threadIdx.x % 32 == 0 ? atomicAdd(&ctx.lane->taken, 1u) : 0u;
-            ticket = __shfl_sync(0xffffffffu, ticket, 0);
+            uint32_t ticket = __shfl_sync(0xffffffffu, drawn, 0);
+            drawn = draw();
             source = ticket % num_ranks;
             index = ticket / num_ranks;
         } while (index < most && index >= messages_from(args, view, source));

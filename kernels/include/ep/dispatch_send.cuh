@@ -307,6 +307,7 @@ struct TokenSender {
     DispatchShared &shared;
     Stages stages;
     uint32_t num_slots; // that a lane looks after
+    bool together;      // the warp writes messages together: their meta, or rows that pass no stage
     Announcement pending[2] = {};
 
     // Starts the token's rows on their way into a stage, and looks up where they go.
@@ -504,9 +505,11 @@ struct TokenSender {
         bulk_wait_written<kLater>();
         fence_proxy_async_global();
 #endif
-        // The warp copied rows together: every lane's stores come before any lane's announcement.
-        __threadfence_system();
-        __syncwarp();
+        if (together) {
+            // The warp copied together: every lane's stores come before any lane's announcement.
+            __threadfence_system();
+            __syncwarp();
+        }
         for (Announcement &announcement : announcements) {
             if (announcement.word != nullptr) {
                 // Release: pairs with the acquire in `Ring::await_message`.
@@ -517,13 +520,24 @@ struct TokenSender {
     }
 };
 
+// True if some message has parts that the warp writes together.
+__device__ inline bool writes_together(const ep_cuda_dispatch_args_t &args, const DispatchShared &shared)
+{
+    bool together = shared.bulk != (1u << args.num_payloads) - 1;
+    for (uint32_t rank = 0; rank < args.group.num_ranks; ++rank) {
+        together = together || shared.destinations[rank].messages.meta != 0;
+    }
+    return together;
+}
+
 // The senders of a block: claim tokens until none are left. The next token is loaded and looked up while
 // this one is stored; the last one's messages are announced when its copies are complete.
 __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
                                    DispatchShared &shared, char *all_stages)
 {
     uint32_t lane = threadIdx.x % 32, num_tokens = view.header->num_tokens;
-    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u};
+    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u,
+                       writes_together(args, shared)};
     bool ahead = shared.num_stages > 1;
     auto claim = [&] { return lane == 0 ? atomicAdd(&ctx.lane->ticket, 1u) : 0u; };
     auto broadcast = [&](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
