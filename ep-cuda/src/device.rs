@@ -19,8 +19,8 @@ use crate::module::Kernels;
 use crate::pinned::PinnedPool;
 use crate::pool::Pool;
 
-/// Staging rings of a lane, all together: half of them, which a dispatch uses, stay in the L2 cache of an H200 next
-/// to the rows they feed. A combine with smaller ones waits for room.
+/// Staging rings of a lane, all together. Ranks that put rows into smaller ones wait for room; these still lie in
+/// the L2 cache of an H200 for the most part.
 const RINGS_BYTES: usize = 16 << 20;
 
 /// One device, with its kernels loaded. Groups on one device share it.

@@ -8,6 +8,8 @@ pub enum What {
     Bench,
     Graph,
     Faults,
+    Litmus,
+    Alone,
 }
 
 #[derive(Clone, Debug)]
@@ -22,6 +24,8 @@ pub struct Options {
     /// Random cases of the check.
     pub cases: usize,
     pub seed: u64,
+    /// Of the litmus.
+    pub rounds: usize,
     pub timeout_ms: u32,
     /// Ranks are threads.
     pub threads: bool,
@@ -41,6 +45,7 @@ impl Options {
             what: What::All,
             cases: 24,
             seed: 1,
+            rounds: 1_000_000,
             timeout_ms: 10_000,
             threads: false,
             only: String::new(),
@@ -57,6 +62,7 @@ impl Options {
                 "sms" => options.sms = number()? as u32,
                 "cases" => options.cases = number()?,
                 "seed" => options.seed = number()? as u64,
+                "rounds" => options.rounds = number()?,
                 "timeout_ms" => options.timeout_ms = number()? as u32,
                 "only" => options.only = value.replace('_', " "),
                 "threads" => options.threads = number()? != 0,
@@ -67,8 +73,12 @@ impl Options {
                         "bench" => What::Bench,
                         "graph" => What::Graph,
                         "faults" => What::Faults,
+                        "litmus" => What::Litmus,
+                        "alone" => What::Alone,
                         _ => {
-                            return Err(format!("'{argument}': expected all, check, bench, graph or faults"));
+                            return Err(format!(
+                                "'{argument}': expected all, check, bench, graph, faults, litmus or alone"
+                            ));
                         }
                     }
                 }

@@ -21,13 +21,13 @@ enum {
 typedef struct ep_cuda_lane {
     uint64_t epoch;   /* of the last call, advanced by the last block of a call */
     uint32_t ticket;  /* tokens claimed in the call in progress; 0 between calls */
-    uint32_t taken;   /* messages claimed in the call in progress; 0 between calls */
     uint32_t done;    /* blocks that have ended in the call in progress; 0 between calls */
     uint32_t opened;  /* 1 once a block of the call published its descriptors; 0 between calls */
     uint32_t verdict; /* EP_CUDA_VERDICT_ of the call in progress; 0 between calls */
     uint32_t requested; /* tokens whose rows were asked for in the call in progress; 0 between calls */
-    uint32_t reserved[8];
-    uint32_t served[EP_CUDA_MAX_RANKS]; /* tickets of rows for each owner in a combine; 0 between calls */
+    uint32_t reserved[9];
+    /* Drawn for messages of each peer: from it in a dispatch, to it in a combine; 0 between calls. */
+    uint32_t tickets[EP_CUDA_MAX_RANKS];
     uint32_t padding[8];
 } ep_cuda_lane_t;
 

@@ -62,7 +62,8 @@ __device__ inline void plan_rings(const ep_cuda_combine_args_t &args, const Plan
 {
     bool flat = args.plan.layout == 0;
     if (threadIdx.x == 0) {
-        uint32_t weights = args.row_weights.data == 0 ? 0 : 4 * (flat ? args.plan.topk : 1), row = signature.row_bytes[0];
+        uint32_t row = signature.row_bytes[0];
+        uint32_t weights = args.row_weights.data == 0 ? 0 : 4 * (flat ? args.plan.topk : 1);
         shared.messages.set_row(row, weights, args.group.ring_bytes);
         shared.stage_bytes = 0;
         shared.num_servers = 0;
@@ -89,7 +90,9 @@ __device__ inline void plan_rings(const ep_cuda_combine_args_t &args, const Plan
         }
         uint64_t base = view.base[owner * view.column_words()];
         uint64_t room = base < args.rows.rows ? args.rows.rows - base : 0;
-        shared.totals[owner] = flat ? uint32_t(min(uint64_t(column[0]), room)) : total;
+        total = flat ? uint32_t(min(uint64_t(column[0]), room)) : total;
+        // What stays on this rank is added where it lies.
+        shared.totals[owner] = owner == args.group.rank ? 0 : total;
     }
     __syncthreads();
 }

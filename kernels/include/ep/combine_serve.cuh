@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ep/combine_terms.cuh"
+#include "ep/tickets.cuh"
 
 namespace ep {
 
@@ -16,10 +17,7 @@ struct RowInFlight {
     uint32_t stage;
 };
 
-constexpr uint32_t kOwnersPerLane = (EP_CUDA_MAX_RANKS + 31) / 32;
-
-// One warp that serves. It never waits for one owner while another has room: two holders that did so could wait
-// for each other through their owners.
+// One warp that serves.
 struct RowServer {
     const Context &ctx;
     const ep_cuda_combine_args_t &args;
@@ -27,9 +25,6 @@ struct RowServer {
     CombineShared &shared;
     char *stages;
     uint32_t phases = 0;
-    uint32_t turn;     // the lane whose owner is preferred
-    uint32_t late = 0; // an owner that had no room, or had not asked, at the last look
-    uint32_t tickets[kOwnersPerLane] = {};
 
     __device__ uint32_t warp() const { return threadIdx.x / 32; }
 
@@ -37,55 +32,10 @@ struct RowServer {
 
     __device__ Ring ring(uint32_t owner) const { return Ring(ctx, args.group.rank, owner, shared.messages); }
 
-    // Lane l looks after owners l, l + 32 and l + 64: takes a ticket for the next row of each.
-    __device__ void take_tickets()
-    {
-#pragma unroll
-        for (uint32_t i = 0; i < kOwnersPerLane; ++i) {
-            uint32_t owner = 32 * i + threadIdx.x % 32;
-            if (owner < args.group.num_ranks && owner != args.group.rank) {
-                tickets[i] = atomicAdd(&ctx.lane->served[owner], 1u);
-            }
-        }
-    }
-
-    // Whether the lane's row for `owner` can go.
+    // Whether the row of message `index` for `owner` can go.
     __device__ bool is_ready(uint32_t owner, uint32_t index) const
     {
         return ring(owner).has_room(ctx, index) && (!view.expert_major() || ring(owner).has_request(ctx, index));
-    }
-
-    // Chooses a row of the warp that can go. `left`: there are others that cannot yet.
-    __device__ bool choose(RowInFlight &flight, bool &left)
-    {
-        left = false;
-#pragma unroll
-        for (uint32_t i = 0; i < kOwnersPerLane; ++i) {
-            if (32 * i >= args.group.num_ranks) {
-                break;
-            }
-            uint32_t owner = 32 * i + threadIdx.x % 32;
-            bool mine = owner < args.group.num_ranks && owner != args.group.rank && tickets[i] < shared.totals[owner];
-            uint32_t waiting = __ballot_sync(0xffffffffu, mine);
-            uint32_t ready = __ballot_sync(0xffffffffu, mine && is_ready(owner, tickets[i]));
-            if (ready != 0) {
-                // Owners in turn, so that all rings fill.
-                uint32_t later = ready & ~0u << turn;
-                uint32_t which = __ffs(later != 0 ? later : ready) - 1;
-                flight.owner = 32 * i + which;
-                flight.index = __shfl_sync(0xffffffffu, tickets[i], which);
-                turn = (which + 1) % 32;
-                if (threadIdx.x % 32 == which) {
-                    tickets[i] = atomicAdd(&ctx.lane->served[owner], 1u);
-                }
-                return true;
-            }
-            if (waiting != 0) {
-                left = true;
-                late = 32 * i + __ffs(waiting) - 1;
-            }
-        }
-        return false;
     }
 
     // Looks up the claimed row and starts it on its way into a stage.
@@ -102,8 +52,8 @@ struct RowServer {
         if (staged() && flight.row != kNoSuchRow && threadIdx.x % 32 == 0) {
             uint64_t *barrier = &shared.barriers[warp()][stage];
             mbarrier_expect(barrier, shared.stage_bytes);
-            bulk_load(stage_at(stage), reinterpret_cast<const char *>(args.rows.data) + flight.row * args.rows.row_pitch,
-                      shared.stage_bytes, barrier);
+            const char *row = reinterpret_cast<const char *>(args.rows.data) + flight.row * args.rows.row_pitch;
+            bulk_load(stage_at(stage), row, shared.stage_bytes, barrier);
         }
 #endif
     }
@@ -132,8 +82,7 @@ struct RowServer {
         fence_proxy_async_global();
 #endif
         if (together) {
-            // The warp copied: every lane's stores come before lane 0's announcement.
-            __threadfence_system();
+            // The warp copied: lane 0's release is cumulative over every lane's stores.
             __syncwarp();
         }
         if (threadIdx.x % 32 == 0) {
@@ -166,12 +115,13 @@ __device__ __noinline__ void serve_rows(const ep_cuda_combine_args_t &args, uint
 {
     Context ctx(args.group, epoch, deadline_ns);
     PlanView view(args.plan);
-    RowServer server{ctx, args, view, shared, stages, 0, (args.group.rank + 1 + blockIdx.x) % 32};
-    server.take_tickets();
+    RowServer server{ctx, args, view, shared, stages};
+    Tickets tickets(ctx, shared.totals, args.group.rank + 1 + blockIdx.x);
+    auto is_ready = [&](uint32_t owner, uint32_t index) { return server.is_ready(owner, index); };
     RowInFlight flight{}, next{};
     bool left = true, have = false;
     for (uint32_t idle = 0; left || have;) {
-        bool chosen = server.choose(next, left);
+        bool chosen = tickets.choose(is_ready, next.owner, next.index, left);
         if (chosen) {
             server.load(next, have ? flight.stage ^ 1u : 0);
             idle = 0;
@@ -181,7 +131,8 @@ __device__ __noinline__ void serve_rows(const ep_cuda_combine_args_t &args, uint
         }
         have = chosen;
         flight = next;
-        bool failed = left && !have && threadIdx.x % 32 == 0 && !pause(ctx, ++idle, EP_CUDA_SITE_COMBINE_RING, server.late, 0, 0);
+        bool idles = left && !have && threadIdx.x % 32 == 0;
+        bool failed = idles && !pause(ctx, ++idle, EP_CUDA_SITE_COMBINE_RING, tickets.late, 0, 0);
         if (__any_sync(0xffffffffu, failed)) {
             break;
         }

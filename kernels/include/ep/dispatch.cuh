@@ -129,6 +129,7 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
     Signature signature = dispatch_signature(args, view);
     if (threadIdx.x == 0) {
         shared.bulk = (1u << args.num_payloads) - 1;
+        shared.carries = 0;
         shared.ok = !is_broken(ctx);
 #if __CUDA_ARCH__ >= 900
         for (int warp = 0; warp < EP_DISPATCH_WARPS; ++warp) {
@@ -149,7 +150,6 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
              expert += blockDim.x) {
             put_count(args.rows_per_expert, expert, 0);
         }
-        __threadfence();
         __syncthreads();
         give_credits(ctx, args, view, signature);
     }
@@ -162,6 +162,11 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
         if (threadIdx.x == 0) {
             plan_stages(args, shared);
             plan_messages(args, view, signature, shared.incoming);
+        }
+        __syncthreads();
+        if (threadIdx.x < args.group.num_ranks) {
+            bool empty = threadIdx.x == args.group.rank && shared.incoming.meta == 0;
+            shared.totals[threadIdx.x] = empty ? 0 : messages_from(args, view, threadIdx.x);
         }
         __syncthreads();
         uint32_t warp = threadIdx.x / 32;

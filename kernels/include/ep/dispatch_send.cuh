@@ -42,8 +42,10 @@ struct DispatchShared {
     uint32_t num_stages;   // of each warp
     uint32_t active_warps; // that have stages
     uint32_t bulk;         // bit i: payload i goes by bulk copies
+    uint32_t carries;      // 1: some message carries payloads
     uint32_t ok;
     MessageLayout incoming;
+    uint32_t totals[EP_CUDA_MAX_RANKS]; // messages that come from each source
 };
 
 __device__ inline void put_i32(uint64_t address, uint64_t index, int32_t value)
@@ -169,6 +171,9 @@ __device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_ar
             atomicAnd(&shared.bulk, ~(1u << i));
         }
     }
+    if (through != 0 && peer != args.group.rank) {
+        shared.carries = 1;
+    }
     to.messages.set(through, (desc->wants & EP_WIRE_WANTS_META) != 0, args.topk_weights.data != 0, args.plan.topk,
                     signature.row_bytes, args.group.ring_bytes);
     if (to.messages.used() && to.messages.slots == 0) {
@@ -286,12 +291,6 @@ __device__ inline SlotInFlight look_up_slot(const ep_cuda_dispatch_args_t &args,
     return found;
 }
 
-// A message that a lane has put into a ring and not yet announced.
-struct Announcement {
-    uint64_t *word;
-    uint64_t tag;
-};
-
 // A token on its way, in each lane the slots k and k + 32.
 struct TokenInFlight {
     uint32_t token;
@@ -307,8 +306,6 @@ struct TokenSender {
     DispatchShared &shared;
     Stages stages;
     uint32_t num_slots; // that a lane looks after
-    bool together;      // the warp writes messages together: their meta, or rows that pass no stage
-    Announcement pending[2] = {};
 
     // Starts the token's rows on their way into a stage, and looks up where they go.
     __device__ TokenInFlight load(uint32_t token, uint32_t stage)
@@ -335,14 +332,14 @@ struct TokenSender {
         return flight;
     }
 
-    // Stores the token to all its destinations. False: the call failed.
+    // Stores the token to all its destinations, and announces its messages. False: the call failed.
     __device__ bool store(const TokenInFlight &flight)
     {
         char *messages[2] = {nullptr, nullptr};
         bool ok = true;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            ok = ok && open_message(flight.slots[i], pending[i], &messages[i]);
+            ok = ok && open_message(flight.slots[i], &messages[i]);
         }
         ok = __all_sync(0xffffffffu, ok);
         if (ok) {
@@ -361,7 +358,33 @@ struct TokenSender {
 #if __CUDA_ARCH__ >= 900
         bulk_commit();
 #endif
+        if (__any_sync(0xffffffffu, messages[0] != nullptr || messages[1] != nullptr)) {
+            announce(flight, messages);
+        }
         return ok;
+    }
+
+    // Announces a token's messages, once their payloads are there: receivers and this warp's next tokens wait for
+    // little else.
+    __device__ void announce(const TokenInFlight &flight, char *(&messages)[2])
+    {
+#if __CUDA_ARCH__ >= 900
+        if (shared.carries != 0) {
+            bulk_wait_written<0>();
+            fence_proxy_async_global();
+        }
+#endif
+        // The warp wrote messages together: each lane's release is cumulative over every lane's stores.
+        __syncwarp();
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            const SlotInFlight &slot = flight.slots[i];
+            if (messages[i] != nullptr) {
+                Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
+                // Release: pairs with the acquire in `Ring::await_message`.
+                st_release_sys(ring.full(slot.rank_pos), message_tag(ctx.epoch, slot.rank_pos));
+            }
+        }
     }
 
     // True if the slot is the token's first one to a rank that takes messages.
@@ -371,26 +394,16 @@ struct TokenSender {
             return false;
         }
         const Destination &to = shared.destinations[slot.rank];
+        // This rank's own payloads need no message.
+        if (slot.rank == args.group.rank && to.messages.meta == 0) {
+            return false;
+        }
         // A flat row that does not fit has no message; the receiver counts the same way.
         return to.messages.used() && (args.plan.layout != 0 || slot.row >= 0);
     }
 
-    // True if all of the token's messages have room.
-    __device__ bool has_room(const TokenInFlight &flight) const
-    {
-        bool room = true;
-#pragma unroll
-        for (const SlotInFlight &slot : flight.slots) {
-            if (has_message(slot)) {
-                Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
-                room = room && ring.has_room(ctx, slot.rank_pos);
-            }
-        }
-        return __all_sync(0xffffffffu, room);
-    }
-
     // Waits for room for the slot's message, if it has one. False: the call failed.
-    __device__ bool open_message(const SlotInFlight &slot, Announcement &announcement, char **message)
+    __device__ bool open_message(const SlotInFlight &slot, char **message)
     {
         if (!has_message(slot)) {
             return true;
@@ -400,8 +413,6 @@ struct TokenSender {
             return false;
         }
         *message = ring.slot(slot.rank_pos);
-        announcement.word = ring.full(slot.rank_pos);
-        announcement.tag = message_tag(ctx.epoch, slot.rank_pos);
         return true;
     }
 
@@ -492,52 +503,15 @@ struct TokenSender {
             }
         }
     }
-
-    // Announces the messages of a token whose copies are complete, but for the latest kLater tokens.
-    template <int kLater>
-    __device__ void announce(Announcement (&announcements)[2])
-    {
-        bool any = announcements[0].word != nullptr || announcements[1].word != nullptr;
-        if (!__any_sync(0xffffffffu, any)) {
-            return;
-        }
-#if __CUDA_ARCH__ >= 900
-        bulk_wait_written<kLater>();
-        fence_proxy_async_global();
-#endif
-        if (together) {
-            // The warp copied together: every lane's stores come before any lane's announcement.
-            __threadfence_system();
-            __syncwarp();
-        }
-        for (Announcement &announcement : announcements) {
-            if (announcement.word != nullptr) {
-                // Release: pairs with the acquire in `Ring::await_message`.
-                st_release_sys(announcement.word, announcement.tag);
-                announcement.word = nullptr;
-            }
-        }
-    }
 };
 
-// True if some message has parts that the warp writes together.
-__device__ inline bool writes_together(const ep_cuda_dispatch_args_t &args, const DispatchShared &shared)
-{
-    bool together = shared.bulk != (1u << args.num_payloads) - 1;
-    for (uint32_t rank = 0; rank < args.group.num_ranks; ++rank) {
-        together = together || shared.destinations[rank].messages.meta != 0;
-    }
-    return together;
-}
-
-// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while
-// this one is stored; the last one's messages are announced when its copies are complete.
+// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while this one
+// is stored.
 __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
                                    DispatchShared &shared, char *all_stages)
 {
     uint32_t lane = threadIdx.x % 32, num_tokens = view.header->num_tokens;
-    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u,
-                       writes_together(args, shared)};
+    TokenSender sender{ctx, args, view, shared, Stages(shared, all_stages), args.plan.topk > 32 ? 2u : 1u};
     bool ahead = shared.num_stages > 1;
     auto claim = [&] { return lane == 0 ? atomicAdd(&ctx.lane->ticket, 1u) : 0u; };
     auto broadcast = [&](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
@@ -546,7 +520,6 @@ __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_ar
     if (token < num_tokens) {
         flight = sender.load(token, 0);
     }
-    Announcement last[2] = {};
     while (token < num_tokens) {
         uint32_t next = broadcast(claimed);
         claimed = next < num_tokens ? claim() : next;
@@ -556,27 +529,16 @@ __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_ar
             sender.stages.await_free();
             next_flight = sender.load(next, next_stage);
         }
-        // What is in the rings already must be announced before this warp waits for room in them.
-        if (!sender.has_room(flight)) {
-            sender.announce<0>(last);
-        }
-        bool ok = sender.store(flight);
-        sender.announce<1>(last);
-        last[0] = sender.pending[0];
-        last[1] = sender.pending[1];
-        sender.pending[0].word = sender.pending[1].word = nullptr;
-        if (!ok) {
+        if (!sender.store(flight)) {
             break;
         }
         if (!ahead && next < num_tokens) {
-            sender.announce<0>(last);
             sender.stages.await_free();
             next_flight = sender.load(next, next_stage);
         }
         token = next;
         flight = next_flight;
     }
-    sender.announce<0>(last);
 #if __CUDA_ARCH__ >= 900
     bulk_wait_written<0>();
     fence_proxy_async_global();

@@ -79,7 +79,6 @@ __device__ inline void publish(const Context &ctx, uint32_t peer, Fill fill)
     ep_wire_desc_t *desc = ctx.desc_of(peer, ctx.group.rank);
     fill(desc, tail_of(desc), threadIdx.x % 32);
     // The warp's stores happen before lane 0's release, which is cumulative over them.
-    __threadfence_system();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
         // Release: pairs with the acquire in `await_desc`; this is the credit.
@@ -140,13 +139,12 @@ __device__ inline bool is_first_block(const Context &ctx)
 __device__ inline bool is_last_block(const Context &ctx)
 {
     __shared__ uint32_t last;
-    // Every thread's own writes first, then the count.
-    __threadfence_system();
+    // Every thread's own writes first, then the count. Barriers and the count make them happen before what the
+    // last block releases to the peers; a fence at system scope in each thread would only cost time.
     __syncthreads();
     if (threadIdx.x == 0) {
         // Acquire and release: pairs with itself in the other blocks.
         last = add_acq_rel_gpu(&ctx.lane->done, 1u) == gridDim.x - 1;
-        __threadfence_system();
     }
     __syncthreads();
     return last != 0u;
@@ -158,7 +156,6 @@ __device__ inline void close_call(const Context &ctx)
     __syncthreads();
     if (threadIdx.x == 0) {
         ctx.lane->ticket = 0;
-        ctx.lane->taken = 0;
         ctx.lane->done = 0;
         ctx.lane->opened = 0;
         ctx.lane->requested = 0;
@@ -166,7 +163,7 @@ __device__ inline void close_call(const Context &ctx)
         ctx.lane->epoch = ctx.epoch;
     }
     for (uint32_t rank = threadIdx.x; rank < EP_CUDA_MAX_RANKS; rank += blockDim.x) {
-        ctx.lane->served[rank] = 0;
+        ctx.lane->tickets[rank] = 0;
     }
 }
 

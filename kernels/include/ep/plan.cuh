@@ -346,7 +346,6 @@ __device__ inline void place_rows(const Context &ctx, const ep_cuda_plan_args_t 
             host[2] = all;
         }
     }
-    __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
         view.header->epoch = ctx.epoch;

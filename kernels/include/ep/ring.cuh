@@ -11,7 +11,6 @@
 namespace ep {
 
 constexpr uint32_t kMaxSlots = 256;
-constexpr uint32_t kFewSlots = 64;
 // An area begins with a `full` word per slot, written by the peer when it put a message here; then a `taken`
 // word per slot, written by the peer when it took a message out of its own ring for this rank; then the peer's
 // requests, each a tag and a row.
@@ -44,9 +43,6 @@ struct MessageLayout {
             offset += (through >> i & 1u) != 0 ? round_up(row_bytes[i], 16) : 0;
         }
         fit(offset, ring_bytes);
-        // A dispatch takes messages as soon as they are there: fewer slots stay in the cache. A combine needs more,
-        // since a message waits in its slot for the others of its token.
-        slots = slots > kFewSlots ? slots / 2 : slots;
     }
 
     // The messages of a combine: a row, then its weights.

@@ -114,15 +114,16 @@ __device__ inline void fail_call(const Context &ctx, int32_t status, uint32_t si
     }
 }
 
+// How long a record may take to be written by the rank that claimed it.
+constexpr uint64_t kRecordNs = 50 * 1000 * 1000;
+
 // A peer's record, or the host's abort: becomes this rank's report.
 __device__ inline void adopt_error(const Context &ctx)
 {
     ep_wire_error_t *error = ctx.error_of(ctx.group.rank);
+    uint64_t give_up = global_timer_ns() + kRecordNs;
     // Acquire: pairs with the release in `write_error`.
-    while (ld_acquire_sys(&error->state) == 1u) {
-        if (global_timer_ns() > ctx.deadline_ns) {
-            break;
-        }
+    while (ld_acquire_sys(&error->state) == 1u && global_timer_ns() < give_up) {
     }
     atomicExch(&ctx.lane->verdict, uint32_t(EP_CUDA_VERDICT_BROKEN));
     write_report(ctx.report(), error->status, error->reserved, error->rank, error->peer, error->lane, error->epoch, 0,
