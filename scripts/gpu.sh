@@ -77,14 +77,14 @@ conform() {
 # way here, ep_dispatch, are left out.
 sanitize() {
     export CUDA_DEVICE_MAX_CONNECTIONS=32
-    local tool ranks
+    local tool ranks small="cases=8 sms=4 tokens=64 hidden=256 timeout_ms=60000"
     for tool in memcheck synccheck "racecheck --kernel-name regex=ep_plan|ep_combine"; do
         for ranks in "ranks=1" "ranks=2 threads=1"; do
             printf '\n== %s %s\n' "$tool" "$ranks"
             # API errors are no findings: a kernel is looked for in one module after the other.
             # shellcheck disable=SC2086
-            timeout 200 compute-sanitizer --tool $tool --report-api-errors no --target-processes all --error-exitcode 1 \
-                "$out/gpu_check" what=check $ranks cases=8 sms=4 tokens=64 hidden=256 timeout_ms=60000 || status=1
+            timeout 200 compute-sanitizer --tool $tool --report-api-errors no --target-processes all \
+                --error-exitcode 1 "$out/gpu_check" what=check $ranks $small || status=1
         done
     done
 }
