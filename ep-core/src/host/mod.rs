@@ -8,6 +8,7 @@ mod call;
 mod combine;
 mod copy;
 mod dispatch;
+mod element;
 mod exchange;
 mod rank_set;
 mod receive;
