@@ -227,8 +227,8 @@ static inline ep_status_t ep_group_create(const ep_group_config_t *config, const
 EP_API ep_status_t ep_group_destroy(ep_group_t *group, uint32_t timeout_ms);
 
 /* Breaks the group: calls in progress and later ones return EP_ERR_ABORTED, here and, as soon as they
- * see it, on the peers. Not ended is an ep_window_allocate in progress, which waits for its bootstrap: it
- * ends when all ranks have come or at its deadline. Local, never waits, any thread. */
+ * see it, on the peers. So does an ep_window_allocate in progress, unless it is inside the caller's own
+ * all_gather, which has its own deadline. Local, never waits, any thread. */
 EP_API ep_status_t ep_group_abort(ep_group_t *group);
 
 enum { EP_RANK_ALIVE = 0, EP_RANK_LOST = 1 };
@@ -325,8 +325,9 @@ EP_API ep_status_t ep_window_data(ep_window_t *window, void **data_out, size_t *
 
 /* Ends the use of the window on this rank. Local. No call of any rank that writes or reads this rank's
  * part may be in progress. After it this rank cannot reach its peers' parts either: a call in which one of
- * them still uses its part breaks the group (EP_ERR_PEER_LOST). The memory returns to the system when every rank has released it or left.
- * After a failed call it stays safe to release: a late writer keeps its own mapping. NULL is allowed. */
+ * them still uses its part breaks the group (EP_ERR_PEER_LOST). The memory returns to the system when every
+ * rank has released it or left. After a failed call it stays safe to release: a late writer keeps its own
+ * mapping. NULL is allowed. */
 EP_API ep_status_t ep_window_release(ep_window_t *window);
 
 /* ---- Plan ----------------------------------------------------------------------------------------- */

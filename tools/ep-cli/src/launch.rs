@@ -353,7 +353,8 @@ mod tests {
     #[test]
     fn a_dead_rank_is_blamed_before_those_that_miss_it() {
         let script = format!(
-            r#"{ONLY_RANK_1} sleep 0.2; echo gone >&2; exit 3;; esac; echo '{{"failed":{{"text":"a peer is lost","is_consequence":true}}}}'; read more"#
+            r#"{ONLY_RANK_1} sleep 0.2; echo gone >&2; exit 3;; esac
+            echo '{{"failed":{{"text":"a peer is lost","is_consequence":true}}}}'; read more"#
         );
         let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
         assert!(error.contains("rank 1") && error.contains("gone"), "{error}");
