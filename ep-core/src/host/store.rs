@@ -9,8 +9,6 @@ use std::time::Instant;
 const LEAST_BYTES: u64 = 8 << 10;
 /// One batch of so many tries the stores that are not in use.
 const TRIAL_EVERY: u32 = 32;
-/// A batch that seems to cost more than this, in picoseconds a byte, was interrupted: 1 GB/s.
-const MOST_COST: u32 = 1000;
 
 /// The stores into the ring of one peer: what each kind costs, and which is used.
 #[derive(Clone, Copy, Debug, Default)]
@@ -18,6 +16,7 @@ pub(crate) struct StoreChoice {
     /// Picoseconds a byte, averaged over the last batches; 0: not known.
     cached: u32,
     streaming: u32,
+    /// Batches that were measured.
     batches: u32,
 }
 
@@ -31,8 +30,7 @@ pub(super) struct Batch {
 impl StoreChoice {
     /// Begins a batch, and says which stores to use for it.
     pub(super) fn begin(&mut self) -> Batch {
-        self.batches = self.batches.wrapping_add(1);
-        let trial = self.batches.is_multiple_of(TRIAL_EVERY);
+        let trial = self.batches % TRIAL_EVERY == TRIAL_EVERY - 1;
         Batch { streaming: self.streaming_is_cheaper() != trial, start: Instant::now() }
     }
 
@@ -41,10 +39,17 @@ impl StoreChoice {
         if bytes < LEAST_BYTES {
             return;
         }
-        let cost = (batch.start.elapsed().as_nanos() as u64).saturating_mul(1000) / bytes;
-        let cost = (cost.min(MOST_COST.into()) as u32).max(1);
+        self.batches = self.batches.wrapping_add(1);
         let known = if batch.streaming { &mut self.streaming } else { &mut self.cached };
-        *known = if *known == 0 { cost } else { (7 * *known + cost) / 8 };
+        let cost = (batch.start.elapsed().as_nanos() as u64).saturating_mul(1000) / bytes;
+        // 8 ns a byte: whatever took longer was interrupted.
+        let cost = cost.clamp(8, 8000) as u32;
+        *known = match *known {
+            0 => cost,
+            // A batch during which another process had the core counts as twice as dear at most.
+            known if cost > known => known + (cost.min(2 * known) - known) / 8 + 1,
+            known => (known + cost) / 2,
+        };
     }
 
     /// Cached stores save the reader a trip to memory: they may cost a quarter more.
