@@ -13,7 +13,7 @@ use super::lane::Lane;
 use super::link::Link;
 use super::share::Reach;
 use super::window::WindowShared;
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Interrupter};
 use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats};
 use crate::error::{Error, Result, Status};
 use crate::host::{Doorbell, Patience};
@@ -47,6 +47,8 @@ pub struct Group {
     /// None: the group's calls run on the host.
     pub(super) device: Option<Box<dyn DeviceGroup>>,
     pub(super) bootstrap: Mutex<Box<dyn Bootstrap>>,
+    /// Ends a meeting of this rank in `bootstrap`, whoever holds that.
+    interrupter: Option<Interrupter>,
     pub(crate) patience: Patience,
     pub(crate) perturb: Perturb,
     /// Calls that hold a lane at this moment.
@@ -121,6 +123,7 @@ impl Group {
             next_window: AtomicU32::new(1),
             backend,
             device,
+            interrupter: bootstrap.interrupter(),
             bootstrap: Mutex::new(bootstrap),
             patience: Patience::for_ranks(ranks_here),
             perturb,
@@ -151,10 +154,14 @@ impl Group {
         Duration::from_millis(self.config.timeout_ms.into())
     }
 
-    /// Breaks the group, here and on the peers. Never waits.
+    /// Breaks the group, here and on the peers, and ends a window allocation that is in progress here. Never
+    /// waits.
     pub fn abort(&self) {
         let text = format!("ep_group_abort was called on rank {}", self.rank);
         self.fail(&self.error_info(Status::Aborted, None, None, 0, text));
+        if let Some(interrupt) = &self.interrupter {
+            interrupt();
+        }
     }
 
     /// Breaks the group because a panic was caught in one of its calls.
