@@ -60,10 +60,10 @@ impl Command {
             | (self.link as u64 & 0x1FFF) << LINK_AT
             | (self.stream as u64 & 0x7F) << STREAM_AT
             | (self.seq as u64) << SEQ_AT
-            | self.bytes / UNIT & ((1 << LENGTH_BITS) - 1);
+            | (self.bytes / UNIT) & ((1 << LENGTH_BITS) - 1);
         let second = phase << PHASE_AT
-            | (self.source / UNIT & ((1 << SOURCE_BITS) - 1)) << SOURCE_AT
-            | self.target / UNIT & ((1 << TARGET_BITS) - 1);
+            | ((self.source / UNIT) & ((1 << SOURCE_BITS) - 1)) << SOURCE_AT
+            | (self.target / UNIT) & ((1 << TARGET_BITS) - 1);
         [first, second]
     }
 
@@ -84,7 +84,7 @@ impl Command {
 
 /// The phase in which the command at `position` is written: 1 in the first lap, since fresh memory is 0.
 const fn phase(position: u64, depth: u64) -> u64 {
-    position / depth & 1 ^ 1
+    (position / depth) & 1 ^ 1
 }
 
 /// One producer, one consumer, memory that both see; it may be mapped to a device.

@@ -140,6 +140,8 @@ pub(super) struct Place {
     pub(super) window: u32,
     /// Bytes that a message may have.
     pub(super) bytes: u32,
+    /// Its number among the streams of a link.
+    index: u32,
     /// Its first slot among the link's.
     first_slot: u32,
     /// Its first byte among the link's.
@@ -159,6 +161,7 @@ pub(super) struct Place {
 pub struct PortLayout {
     shape: Shape,
     places: Box<[Place; Stream::COUNT]>,
+    streams_per_link: u32,
     slots_per_link: u32,
     link_bytes: u64,
     /// Offset of each ring's line in the control memory, and its depth, by [`Stream::id`].
@@ -176,6 +179,7 @@ impl PortLayout {
         let mut layout = PortLayout {
             shape,
             places: Box::new([Place::default(); Stream::COUNT]),
+            streams_per_link: 0,
             slots_per_link: 0,
             link_bytes: 0,
             rings: Box::new([(0, 0); Stream::COUNT]),
@@ -211,10 +215,12 @@ impl PortLayout {
         self.places[stream.id()] = Place {
             window: slots.window,
             bytes: slots.bytes,
+            index: self.streams_per_link,
             first_slot: self.slots_per_link,
             offset: self.link_bytes,
             stride,
         };
+        self.streams_per_link += 1;
         self.slots_per_link += slots.window;
         self.link_bytes += u64::from(slots.window) * stride;
     }
@@ -250,6 +256,11 @@ impl PortLayout {
         self.control_bytes
     }
 
+    /// Bytes of one link's landing area.
+    pub(super) fn link_bytes(&self) -> u64 {
+        self.link_bytes
+    }
+
     fn landing_bytes(&self) -> u64 {
         self.shape.num_links as u64 * self.link_bytes
     }
@@ -259,9 +270,22 @@ impl PortLayout {
         self.shape.num_links * self.slots_per_link as usize
     }
 
-    /// Slots of one link.
-    pub(super) fn slots_per_link(&self) -> usize {
-        self.slots_per_link as usize
+    /// Streams with slots, of one link.
+    pub(super) fn streams_per_link(&self) -> usize {
+        self.streams_per_link as usize
+    }
+
+    /// The number of a stream with slots among those of a link.
+    pub(super) fn stream_index(&self, stream: Stream) -> usize {
+        self.places[stream.id()].index as usize
+    }
+
+    /// Completions of one link's messages and credits that may be there at once, on one NIC.
+    pub(super) fn incoming_per_link(&self) -> usize {
+        let messages = self.slots_per_link as usize;
+        let rows = u64::from(self.shape.rows.window);
+        let credits = rows.div_ceil(super::port::credit_step(rows)) as usize;
+        messages + credits * self.shape.num_lanes
     }
 
     /// The most messages that the stream may have on its way: 0 if it does not exist.

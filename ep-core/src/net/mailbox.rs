@@ -81,6 +81,12 @@ impl Mailbox {
         request
     }
 
+    /// Proxy: true if [`Mailbox::take`] would find something.
+    pub(super) fn is_filled(&self) -> bool {
+        // Acquire: as in `take`.
+        self.filled.load(Ordering::Acquire)
+    }
+
     /// Proxy: takes nothing any more, because of `reason`. Those who wait are told.
     pub(super) fn end(&self, reason: &str) {
         let mut requests = self.lock();

@@ -13,6 +13,7 @@
 //! | [`sim`] | a network in this process that does everything an unordered network may do |
 
 pub mod command;
+mod connect;
 mod counters;
 pub mod immediate;
 mod layout;
@@ -21,7 +22,10 @@ mod mailbox;
 mod port;
 mod proxy;
 mod proxy_thread;
+mod shard;
 pub mod sim;
+#[cfg(test)]
+mod tests;
 pub mod transport;
 mod waker;
 
@@ -32,4 +36,5 @@ pub use mailbox::Pending;
 pub use port::{Bell, Closed, LinkFailure, Port, PortSpec};
 pub use proxy::Proxy;
 pub use proxy_thread::{ProxyHandle, ProxyOptions};
+pub use shard::CUT_BYTES;
 pub use transport::Transport;
