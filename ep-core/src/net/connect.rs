@@ -56,6 +56,7 @@ impl Offer {
             bytes.extend(&nic.address);
             bytes.extend(nic.region.key.to_le_bytes());
             bytes.extend(nic.region.base.to_le_bytes());
+            bytes.extend(nic.region.bytes.to_le_bytes());
             bytes.extend(nic.max_write.to_le_bytes());
         }
         for link in &self.links {
@@ -129,7 +130,7 @@ impl Reader<'_> {
         }
         let (address, rest) = self.rest.split_at(length);
         self.rest = rest;
-        let region = RemoteRegion { key: self.u64()?, base: self.u64()? };
+        let region = RemoteRegion { key: self.u64()?, base: self.u64()?, bytes: self.u64()? };
         Ok(NicOffer { address: address.to_vec(), region, max_write: self.u64()? })
     }
 
@@ -159,7 +160,7 @@ mod tests {
     fn offer(num_nics: usize, num_links: usize) -> Offer {
         let nic = |index: usize| NicOffer {
             address: vec![index as u8; index * 7 % (MAX_ADDRESS_BYTES + 1)],
-            region: RemoteRegion { key: index as u64 * 77, base: u64::MAX - index as u64 },
+            region: RemoteRegion { key: index as u64 * 77, base: u64::MAX - index as u64, bytes: 4096 },
             max_write: 1 << 30,
         };
         let link = |index: usize| LinkOffer {

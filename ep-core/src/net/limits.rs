@@ -22,7 +22,8 @@ impl Limiter {
         self.bytes_in_flight.store(bytes, Ordering::Relaxed);
     }
 
-    /// The NICs to write with: bit i is NIC i. Those that a link does not have do not count; none means all.
+    /// The NICs to write with: bit i is NIC i. Those that a link does not have do not count; none means all. A link
+    /// that may not use all of its NICs does not cut messages.
     pub fn set_nics(&self, mask: u64) {
         // Relaxed: only the value counts.
         self.nics.store(mask, Ordering::Relaxed);

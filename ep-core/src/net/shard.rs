@@ -5,9 +5,11 @@ use super::command::UNIT;
 /// Messages of this many bytes and more are cut over all NICs of their link; smaller ones go whole over one.
 pub const CUT_BYTES: u64 = 64 << 10;
 
-/// Writes of a message over a link with `num_nics` NICs.
-pub(super) fn pieces(bytes: u64, num_nics: usize) -> usize {
-    if bytes >= CUT_BYTES { num_nics } else { 1 }
+/// Writes of a message over a link with `num_nics` NICs, all of which `mask` must allow for a cut: the receiver
+/// counts on one write over each.
+pub(super) fn pieces(bytes: u64, num_nics: usize, mask: u64) -> usize {
+    let all = (1u64 << num_nics) - 1;
+    if bytes >= CUT_BYTES && (mask & all == all || mask & all == 0) { num_nics } else { 1 }
 }
 
 /// Offset and bytes of piece `piece` of `pieces`. Cuts are multiples of [`UNIT`].
@@ -53,8 +55,10 @@ mod tests {
                 assert_eq!(end, bytes);
             }
         }
-        assert_eq!(pieces(CUT_BYTES - 1, 4), 1);
-        assert_eq!(pieces(CUT_BYTES, 4), 4);
+        assert_eq!(pieces(CUT_BYTES - 1, 4, u64::MAX), 1);
+        assert_eq!(pieces(CUT_BYTES, 4, u64::MAX), 4);
+        assert_eq!(pieces(CUT_BYTES, 4, 0), 4, "no NIC allowed means all");
+        assert_eq!(pieces(CUT_BYTES, 4, 0b0111), 1, "not over a NIC that may not be used");
         assert_eq!(piece(CUT_BYTES, 4, 3).1, CUT_BYTES / 4, "equal shares");
     }
 

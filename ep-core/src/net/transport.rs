@@ -150,6 +150,8 @@ pub struct RemoteRegion {
     pub key: u64,
     /// What offset 0 is to the network: an address, or 0 where it counts from the region's beginning.
     pub base: u64,
+    /// Its size. Some networks answer a write that leaves it by silence, so it is checked before it is posted.
+    pub bytes: u64,
 }
 
 /// One write with an immediate.

@@ -205,6 +205,11 @@ impl Proxy {
         if !ours.targets.is_empty() {
             return Err(Error::new(Status::InvalidState, "links are connected once"));
         }
+        let landing_bytes = state.shared.layout.link_bytes();
+        if offer.nics.iter().any(|nic| nic.region.bytes < end.landing + landing_bytes) {
+            let text = format!("its region ends before the {landing_bytes} bytes at {}", end.landing);
+            return Err(Error::new(Status::Bootstrap, text));
+        }
         (ours.remote_number, ours.remote_incarnation) = (end.number, end.incarnation);
         ours.landing = end.landing;
         for (nic, remote) in self.nics.iter_mut().zip(&offer.nics) {

@@ -143,6 +143,12 @@ impl Proxy {
         self.nics.iter().map(|nic| nic.name.clone()).collect()
     }
 
+    /// Ports that are open, or whose memory is kept.
+    #[cfg(test)]
+    pub(super) fn num_ports(&self) -> usize {
+        self.ports.iter().flatten().count()
+    }
+
     /// Ends every port because of `reason`: for a thread that cannot go on.
     #[cold]
     pub(super) fn abandon(&mut self, reason: &str) {

@@ -113,7 +113,7 @@ impl Poster<'_> {
             Kind::Probe => (1, seq as usize),
             _ => {
                 let mask = self.port.shared.limiter.nics();
-                (pieces(command.bytes, num_nics), pick(mask, num_nics, link as u64 + seq))
+                (pieces(command.bytes, num_nics, mask), pick(mask, num_nics, link as u64 + seq))
             }
         };
         let immediate = Immediate {
@@ -146,13 +146,11 @@ impl Poster<'_> {
 
     /// Posts what is left of a message. False if it must wait.
     fn post(&mut self, slot: usize) -> bool {
-        let num_nics = self.port.links[self.port.outgoing[slot].link as usize].targets.len();
-        let mask = self.port.shared.limiter.nics();
         while self.port.outgoing[slot].posted < self.port.outgoing[slot].pieces {
             let message = self.port.outgoing[slot];
             let nic = match message.pieces {
                 1 => message.nic as usize,
-                _ => pick(mask, num_nics, message.posted.into()),
+                _ => message.posted as usize,
             };
             if !self.nics[nic].dead && !self.nics[nic].has_room() {
                 return false;

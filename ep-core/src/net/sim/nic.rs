@@ -52,7 +52,10 @@ impl Transport for SimNic {
 
     fn register(&mut self, region: &Region<'_>) -> Result<Registered> {
         let id = self.net.shared().lock().register(self.id, region.address(), region.bytes());
-        Ok(Registered { id: RegionId(id), remote: RemoteRegion { key: id.into(), base: 0 } })
+        Ok(Registered {
+            id: RegionId(id),
+            remote: RemoteRegion { key: id.into(), base: 0, bytes: region.bytes() },
+        })
     }
 
     fn deregister(&mut self, id: RegionId) -> Result<()> {

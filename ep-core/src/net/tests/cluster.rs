@@ -17,7 +17,6 @@ pub(super) struct Rank {
     pub(super) port: Option<Port>,
     /// The numbers of its NICs.
     pub(super) nics: Vec<usize>,
-    pub(super) segment: Words,
 }
 
 pub(super) struct Cluster {
@@ -76,11 +75,11 @@ impl Cluster {
         let num_ranks = num_nics.len();
         let ranks = (0..num_ranks).map(|rank| {
             let (mut proxy, nics) = proxy(&net, num_nics[rank]);
-            let (segment, bells) = bells(num_lanes);
+            let (_, bells) = bells(num_lanes);
             let shape = shape(num_ranks - 1, num_lanes);
             let spec = PortSpec { shape, rank, peers: peers_of(rank, num_ranks), bells };
             let port = Some(proxy.open(spec).unwrap());
-            Rank { proxy, port, nics, segment }
+            Rank { proxy, port, nics }
         });
         let ranks = ranks.collect();
         Cluster { net, ranks }

@@ -2,6 +2,8 @@
 
 mod cluster;
 mod faults;
+mod protocol;
+mod script;
 mod sim;
 mod threads;
 mod traffic;

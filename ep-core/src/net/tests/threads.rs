@@ -3,6 +3,8 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
 use super::cluster::{bells, far, link_to, peers_of, shape};
 use crate::net::sim::{SimNet, SimOptions};
 use crate::net::{Closed, Kind, Port, PortSpec, ProxyHandle, ProxyOptions, Stream, Transport};
@@ -88,14 +90,34 @@ fn one_proxy_serves_the_ports_of_several_ranks() {
 
 #[test]
 fn a_proxy_that_always_sleeps_misses_no_message() {
-    let net = SimNet::threaded(SimOptions { seed: 5, ..SimOptions::default() });
+    let start = Instant::now();
+    sleepy(5);
+    // A lost wake-up would cost a sleep of a second each.
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+#[test]
+fn on_one_core_no_wake_up_is_lost_either() {
+    let start = Instant::now();
+    let thread = std::thread::spawn(|| {
+        let allowed = sched_getaffinity(None).unwrap();
+        let core = (0..CpuSet::MAX_CPU).find(|&core| allowed.is_set(core)).unwrap();
+        let mut one = CpuSet::new();
+        one.set(core);
+        // The threads of the network and the proxies inherit it.
+        sched_setaffinity(None, &one).unwrap();
+        sleepy(6);
+    });
+    thread.join().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+fn sleepy(seed: u64) {
+    let net = SimNet::threaded(SimOptions { seed, ..SimOptions::default() });
     let options = ProxyOptions { spin: Duration::ZERO, ..ProxyOptions::default() };
     let ports = group(&net, 2, 1, &options);
-    let start = Instant::now();
-    // A lost wake-up would cost a sleep of a second each.
     play(&ports, 500, Duration::from_micros(20));
     play_on_one_core(&ports, 500);
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 /// Both ranks in one thread: its proxies have slept whenever it sends.
