@@ -14,7 +14,8 @@ pub(super) struct LinkCounters {
     pub(super) again: Counter,
 }
 
-/// What went over one link, since it was connected. Messages are counted when they are posted, or have landed.
+/// What went over one link, since it was connected. Messages are counted when the proxy takes them from their ring,
+/// or when they have landed; the rest when it is posted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkStats {
     /// Messages with a slot that were sent.

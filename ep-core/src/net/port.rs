@@ -115,7 +115,7 @@ impl Shared {
         // The descriptors may go: no other process maps these.
         let (region, _) = Mapping::create(bytes_here(layout.region_bytes())?)?;
         let (control, _) = Mapping::create(bytes_here(layout.control_bytes())?)?;
-        region.populate();
+        // Not the region: a NIC that needs its pages pins them, and where none does, unused slots cost nothing.
         control.populate();
         Ok(Shared {
             rank: spec.rank,
@@ -209,7 +209,8 @@ impl Port {
     /// Writes a pattern over every NIC of every link, and waits until it has arrived and the peer's has come.
     ///
     /// # Errors
-    /// [`Status::PeerLost`] or [`Status::Timeout`], naming the rank, the NIC and what was missing.
+    /// [`Status::PeerLost`] if a write failed, [`Status::Timeout`] at the deadline, naming the rank, the NIC and what
+    /// was missing.
     pub fn probe(&self, deadline: Instant) -> Result<()> {
         self.begin_probe(deadline).wait(deadline, "testing the links between nodes")
     }

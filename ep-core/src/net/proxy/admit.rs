@@ -272,9 +272,9 @@ impl Proxy {
             && let Some(answer) = port.probe_answer(now >= probing.deadline)
             && let Some(probing) = port.probing.take()
         {
-            let named = |text: String| {
+            let named = |(status, text): (Status, String)| {
                 let names: Vec<&str> = self.nics.iter().map(|nic| nic.name.as_str()).collect();
-                Error::new(Status::PeerLost, format!("{text}; the NICs here are {}", names.join(", ")))
+                Error::new(status, format!("{text}; the NICs here are {}", names.join(", ")))
             };
             drop(probing.reply.send(answer.map_err(named)));
             return true;
@@ -323,10 +323,10 @@ impl Proxy {
 
 impl PortState {
     /// The result of the test, once there is one: all arrived, a link failed, or `late`.
-    fn probe_answer(&self, late: bool) -> Option<std::result::Result<(), String>> {
+    fn probe_answer(&self, late: bool) -> Option<std::result::Result<(), (Status, String)>> {
         if self.num_failed > 0 {
             let failure = self.shared.failures.iter().find_map(|failure| failure.get())?;
-            return Some(Err(failure.text.clone()));
+            return Some(Err((Status::PeerLost, failure.text.clone())));
         }
         if self.probes_missing == 0 {
             return Some(Ok(()));
@@ -334,10 +334,11 @@ impl PortState {
         let link = late.then(|| self.links.iter().position(|link| link.probes_missing > 0)).flatten()?;
         let (state, peer) = (&self.links[link], self.shared.peers[link]);
         let silent = (0..state.targets.len()).find(|nic| state.probes_arrived >> nic & 1 == 0);
-        Some(Err(match silent {
+        let text = match silent {
             Some(nic) => format!("rank {peer}: nothing came over its NIC {nic} until the deadline"),
             None => format!("rank {peer}: a write to it was not complete at the deadline"),
-        }))
+        };
+        Some(Err((Status::Timeout, text)))
     }
 
     /// True if no command and no message waits.

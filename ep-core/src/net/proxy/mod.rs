@@ -100,13 +100,14 @@ impl Proxy {
 
     /// True if a turn would find something to take: asked before sleeping.
     pub(super) fn has_work(&self) -> bool {
-        let waits = |port: &PortState| !port.quarantined && (port.has_commands() && self.has_room(port));
+        let waits = |port: &PortState| !port.quarantined && port.has_commands() && self.has_room(port);
         self.mailbox.is_filled() || self.ports.iter().flatten().any(|port| waits(port))
     }
 
     /// True if a command could be taken: otherwise a completion comes first.
     fn has_room(&self, port: &PortState) -> bool {
-        port.writes_in_flight == 0 || self.nics.iter().any(Nic::has_room)
+        let limit = port.shared.limiter.bytes_in_flight();
+        port.writes_in_flight == 0 || (port.bytes_in_flight < limit && self.nics.iter().any(Nic::has_room))
     }
 
     /// How long a sleep may be: something waits that no descriptor announces.

@@ -165,6 +165,7 @@ fn a_silent_nic_is_named_at_the_probes_deadline() {
     // Rank 1 sends nothing.
     let pending = cluster.port(0).begin_probe(Instant::now());
     let error = cluster.answers(vec![pending]).remove(0).unwrap_err();
+    assert_eq!(error.status, Status::Timeout);
     assert!(error.message.contains("rank 1: nothing came over its NIC 0"), "{error}");
 }
 

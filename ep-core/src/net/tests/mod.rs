@@ -8,10 +8,11 @@ mod sim;
 mod threads;
 mod traffic;
 
-/// Seeds of random tests: `count` from 1, or the one that `EP_TEST_SEED` gives.
+/// Seeds of random tests: `count` of them, or as many as `EP_TEST_CASES` says; or the one that `EP_TEST_SEED` gives.
 fn seeds(count: u64) -> Vec<u64> {
-    match std::env::var("EP_TEST_SEED").ok().and_then(|seed| seed.parse().ok()) {
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    match number("EP_TEST_SEED") {
         Some(seed) => vec![seed],
-        None => (1..=count).collect(),
+        None => (1..=number("EP_TEST_CASES").unwrap_or(count)).collect(),
     }
 }
