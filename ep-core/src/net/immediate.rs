@@ -71,14 +71,6 @@ impl Immediate {
     }
 }
 
-/// The number with these low `bits` bits that is nearest to `near`: in `near - 2^(bits-1) .. near + 2^(bits-1)`.
-/// None if that would be negative or too large.
-pub fn expand(low: u64, bits: u32, near: u64) -> Option<u64> {
-    let modulus = 1u64 << bits;
-    let ahead = low.wrapping_sub(near) & (modulus - 1);
-    if ahead < modulus / 2 { near.checked_add(ahead) } else { near.checked_sub(modulus - ahead) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,18 +102,5 @@ mod tests {
     fn an_immediate_cut_to_16_bits_names_link_0() {
         let whole = Immediate { link: 8191, incarnation: 3, stream: 127, cut: true, number: 511 };
         assert_eq!(Immediate::decode(whole.encode() & 0xFFFF).link, 0);
-    }
-
-    #[test]
-    fn numbers_of_two_windows_around_the_frontier_are_told_apart() {
-        let window = u64::from(MAX_WINDOW);
-        for near in [0, 1, 255, 256, 511, 512, 1023, 1 << 20, (1 << 40) - 3, u64::MAX - 600] {
-            for number in near.saturating_sub(window)..near + window {
-                let low = number & u64::from(mask(NUMBER_BITS));
-                assert_eq!(expand(low, NUMBER_BITS, near), Some(number), "near {near}");
-            }
-        }
-        assert_eq!(expand(511, NUMBER_BITS, 3), None, "nothing lies before number 0");
-        assert_eq!(expand(3, NUMBER_BITS, u64::MAX), None);
     }
 }

@@ -3,6 +3,7 @@
 use super::command::COMMAND_BYTES;
 use super::immediate::{MAX_LINKS, MAX_WINDOW};
 use crate::error::{Error, Result, Status};
+use crate::proto::Window;
 use crate::wire::LINE_BYTES;
 
 /// Lanes that a stream's number can name.
@@ -283,14 +284,18 @@ impl PortLayout {
     /// Completions of one link's messages and credits that may be there at once, on one NIC.
     pub(super) fn incoming_per_link(&self) -> usize {
         let messages = self.slots_per_link as usize;
-        let rows = u64::from(self.shape.rows.window);
-        let credits = rows.div_ceil(super::port::credit_step(rows)) as usize;
+        let credits = Window::new(self.shape.rows.window.into()).credits_at_once() as usize;
         messages + credits * self.shape.num_lanes
     }
 
     /// The most messages that the stream may have on its way: 0 if it does not exist.
     pub fn window(&self, stream: Stream) -> u64 {
         self.places[stream.id()].window.into()
+    }
+
+    /// The rules of the stream's slots.
+    pub(super) fn rules(&self, stream: Stream) -> Window {
+        Window::new(self.window(stream))
     }
 
     /// Bytes of the stream's longest message.

@@ -26,6 +26,7 @@ use super::waker::Waker;
 use crate::error::{Error, Result, Status};
 use crate::host::Doorbell;
 use crate::mem::{Mapping, Words};
+use crate::proto::has_landed;
 
 /// What a group asks for when it opens its port.
 #[derive(Clone, Debug)]
@@ -285,7 +286,7 @@ impl Port {
         let slot = self.slot(link, stream, seq);
         // Acquire: pairs with the release in the proxy's `arrive`; the message's bytes are visible.
         let landed = self.shared.control.u64(self.shared.layout.landed_word(slot)).load(Ordering::Acquire);
-        (landed == seq + 1)
+        has_landed(landed, seq)
             .then(|| self.shared.at(self.shared.layout.landing(link, stream, seq)).cast_const())
     }
 
@@ -299,10 +300,9 @@ impl Port {
         let given = &self.shared.given[link * self.shared.bells.len() + stream.lane()];
         // Relaxed: this thread is the only one that gives credit for the lane.
         let before = given.load(Ordering::Relaxed);
-        let freed = consumed.saturating_sub(before);
-        if freed < credit_step(window) {
+        let Some(freed) = self.shared.layout.rules(stream).credit_due(consumed, before) else {
             return Ok(());
-        }
+        };
         if freed > window || stream.kind() != Kind::Rows {
             return Err(too_much_credit(link, stream, freed, window));
         }
@@ -369,11 +369,6 @@ impl Drop for Port {
         let port = Arc::clone(&self.shared);
         self.mailbox.tell(Request::Close { port, deadline: Instant::now(), reply: None });
     }
-}
-
-/// Messages that a credit frees at least.
-pub(super) fn credit_step(window: u64) -> u64 {
-    (window / 4).max(1)
 }
 
 #[cold]

@@ -2,12 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use super::super::immediate::{Immediate, NUMBER_BITS, expand};
+use super::super::immediate::{Immediate, NUMBER_BITS};
 use super::super::layout::{Kind, PROBE_BYTES, Stream};
 use super::super::shard::piece;
 use super::super::transport::{Completion, FaultClass};
 use super::Proxy;
 use super::state::{Context, PortState, Route};
+use crate::proto::expand;
 
 /// What a probe's slot is filled with.
 pub(super) const PATTERN: u32 = 0xA5A5_5A5A;
@@ -155,7 +156,7 @@ impl PortState {
         let Some(slot) = layout.slot(link, stream, seq) else { return false };
         let word = self.shared.control.u64(layout.landed_word(slot));
         // Relaxed: the proxy is the word's only writer.
-        if word.load(Ordering::Relaxed) != (seq + 1).saturating_sub(layout.window(stream)) {
+        if !layout.rules(stream).may_land(word.load(Ordering::Relaxed), seq) {
             return false;
         }
         let count = if immediate.cut { self.links[link].targets.len() as u8 } else { 1 };

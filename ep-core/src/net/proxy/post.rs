@@ -2,11 +2,12 @@
 //! on. What waits is bounded, because every message waits in its own slot.
 
 use super::super::command::{Command, OP_CREDIT, OP_SEND, SEQ_BITS, UNIT, stream_of};
-use super::super::immediate::{Immediate, MAX_WINDOW, expand};
+use super::super::immediate::{Immediate, MAX_WINDOW};
 use super::super::layout::{Kind, Stream};
 use super::super::shard::{pick, piece, pieces};
 use super::super::transport::{FaultClass, Posted, Write};
 use super::state::{Context, NONE, Nic, Outgoing, PortState};
+use crate::proto::expand;
 
 /// Commands taken from one ring, and links tried again, in one turn: others are served between them.
 const BATCH: u64 = 16;
