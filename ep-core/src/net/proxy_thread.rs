@@ -17,6 +17,9 @@ use super::proxy::Proxy;
 use super::transport::Transport;
 use crate::error::{Error, Result};
 
+/// The longest sleep while a NIC is not watched, because it has no descriptor.
+const MAX_BLIND: Duration = Duration::from_millis(1);
+
 /// How a proxy's thread behaves.
 #[derive(Clone, Debug)]
 pub struct ProxyOptions {
@@ -151,22 +154,24 @@ fn serve(proxy: &mut Proxy, spin: Duration) {
         if proxy.turn((now - start).as_nanos() as u64) {
             last_work = now;
         } else if now - last_work >= spin {
-            sleep(proxy);
-            last_work = Instant::now();
+            sleep(proxy, now - last_work);
         } else {
             std::hint::spin_loop();
         }
     }
 }
 
-/// Sleeps until a producer, a request or a NIC has something, unless one has it already.
-fn sleep(proxy: &mut Proxy) {
+/// Sleeps until a producer, a request or a NIC has something, unless one has it already. A NIC that can only be
+/// polled is looked at again after half the time for which nothing has happened.
+fn sleep(proxy: &mut Proxy, idle: Duration) {
     let waker = Arc::clone(proxy.waker());
     waker.fall_asleep();
-    let timeout = proxy.longest_sleep();
+    let longest = proxy.longest_sleep();
     // After `fall_asleep`: what was published before its fence is seen here, what comes later wakes.
-    let quiet = !proxy.has_work() && proxy.transports().all(|nic| nic.may_sleep() && nic.wait_fd().is_some());
+    let quiet = !proxy.has_work() && proxy.transports().all(|nic| nic.wait_fd().is_none() || nic.may_sleep());
     if quiet {
+        let tells = proxy.transports().all(|nic| nic.wait_fd().is_some());
+        let timeout = if tells { longest } else { longest.min(idle / 2).min(MAX_BLIND) };
         let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         let mut nics = proxy.transports().filter_map(|nic| nic.wait_fd());
         // The places that no NIC needs name the event once more.

@@ -63,10 +63,11 @@ pub trait Transport: Send {
     fn poll(&mut self, out: &mut Vec<Completion>) -> Result<()>;
 
     /// What to wait for with poll(2), for reading, after [`Transport::may_sleep`] returned true. None: this NIC can
-    /// only be polled.
+    /// only be polled, so the proxy sleeps a bounded part of the time for which nothing has happened.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// True if nothing is left to poll and the descriptor will become readable with the next completion.
+    /// True if nothing is left to poll and the descriptor will become readable with the next completion. Not asked
+    /// where there is no descriptor.
     fn may_sleep(&mut self) -> bool;
 }
 
