@@ -30,9 +30,7 @@ impl Exchange<'_> {
         self.looks = self.looks.wrapping_add(1);
         let says = u64::from(self.looks) << 32 | (peer as u64 + 1);
         // Relaxed: the word is read by itself, at deadlines only.
-        self.group.segments[self.group.rank]
-            .u64(self.group.layout.waiting(self.lane))
-            .store(says, Ordering::Relaxed);
+        self.group.own_segment().u64(self.group.layout.waiting(self.lane)).store(says, Ordering::Relaxed);
     }
 
     /// Takes back what `announce` said.
@@ -40,15 +38,15 @@ impl Exchange<'_> {
         if self.looks != 0 {
             self.looks = 0;
             // Relaxed: as in `announce`.
-            self.group.segments[self.group.rank]
-                .u64(self.group.layout.waiting(self.lane))
-                .store(0, Ordering::Relaxed);
+            self.group.own_segment().u64(self.group.layout.waiting(self.lane)).store(0, Ordering::Relaxed);
         }
     }
 
+    /// Nothing, for a rank of another node.
     fn says(&self, rank: usize) -> Says {
+        let Some(place) = self.group.topology.place(rank) else { return Says(0) };
         // Relaxed: as in `announce`.
-        Says(self.group.segments[rank].u64(self.group.layout.waiting(self.lane)).load(Ordering::Relaxed))
+        Says(self.group.segments[place].u64(self.group.layout.waiting(self.lane)).load(Ordering::Relaxed))
     }
 
     /// The rank that holds this call up, at its deadline: `missing.first`, or whom the missing wait for.
