@@ -22,7 +22,7 @@ use crate::error::{Error, Result, Status};
 use crate::host::{Doorbell, Patience};
 use crate::layout::{self, SegmentLayout};
 use crate::mem::Words;
-use crate::net::LinkFailure;
+use crate::net::{LinkFailure, LinkStats};
 use crate::perturb::Perturb;
 
 /// The alive word of a rank that is a member.
@@ -74,7 +74,7 @@ impl Group {
         bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
     ) -> Result<Arc<Group>> {
-        Group::create_perturbed(config, bootstrap, deadline, Perturb::none())
+        Group::create_on(Backend::host(""), config, bootstrap, deadline)
     }
 
     /// Makes the group on a backend, which every rank chose alike. Collective; returns by `deadline`.
@@ -87,23 +87,14 @@ impl Group {
         bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
     ) -> Result<Arc<Group>> {
-        Group::make(backend, config, bootstrap, deadline, Perturb::none())
+        Group::create_perturbed(backend, config, bootstrap, deadline, Perturb::none())
     }
 
-    /// As [`Group::create`], with seeded delays and failures at the protocol's steps, for tests.
+    /// As [`Group::create_on`], with seeded delays and failures at the protocol's steps, for tests.
     ///
     /// # Errors
     /// As [`Group::create`].
     pub fn create_perturbed(
-        config: &GroupConfig,
-        bootstrap: Box<dyn Bootstrap>,
-        deadline: Instant,
-        perturb: Perturb,
-    ) -> Result<Arc<Group>> {
-        Group::make(Backend::host(""), config, bootstrap, deadline, perturb)
-    }
-
-    fn make(
         backend: Backend,
         config: &GroupConfig,
         mut bootstrap: Box<dyn Bootstrap>,
@@ -378,6 +369,15 @@ impl Group {
             locals.len(),
             if self.net.is_some() { " of this node" } else { "" },
         )
+    }
+
+    /// What went over this rank's links to ranks of other nodes: the peer, and the counts.
+    pub fn link_stats(&self) -> Vec<(usize, LinkStats)> {
+        let stats = |net: &Net| {
+            let links = self.topology.links().iter().enumerate();
+            links.map(|(link, &peer)| (peer, net.port.stats(link))).collect()
+        };
+        self.net.as_ref().map(stats).unwrap_or_default()
     }
 
     /// What this rank did with each peer.

@@ -175,7 +175,6 @@ impl Topology {
     }
 
     /// The local rank that takes the messages of `remote` for this rank.
-    #[cfg(test)]
     pub(crate) fn local_relay(&self, remote: usize) -> usize {
         let place =
             if self.direct { self.own_place() } else { self.place_of[remote] as usize % self.locals.len() };

@@ -5,6 +5,7 @@
 //! the one it names; the first on this way that does not count is the cause.
 
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::exchange::{Exchange, Missing};
 use super::wait::SLICE;
@@ -54,18 +55,12 @@ impl Exchange<'_> {
     /// # Errors
     /// What broke the group meanwhile.
     pub(super) fn culprit(&mut self, missing: &Missing, first: usize) -> Result<usize> {
-        if missing.count == 1 && self.says(first).awaited().is_none() {
+        let is_local = self.group.topology.place(first).is_some();
+        if missing.count == 1 && is_local && self.says(first).awaited().is_none() {
             return Ok(first);
         }
         let before: Vec<Says> = (0..self.group.num_ranks).map(|rank| self.says(rank)).collect();
-        for _ in 0..WATCHED_SLICES {
-            let seen = self.bell();
-            if let Some(error) = self.group.broken() {
-                return Err(error);
-            }
-            self.announce(first);
-            self.own_bell().sleep(seen, SLICE);
-        }
+        self.watch(first)?;
         let victim = |rank: usize| {
             let says = self.says(rank);
             says.awaited().filter(|_| says != before[rank])
@@ -79,6 +74,26 @@ impl Exchange<'_> {
                 _ => break,
             }
         }
+        // What the ranks of another node wait for can be seen there only, and they tell.
+        if self.group.topology.place(culprit).is_none() {
+            self.watch(first)?;
+            self.watch(first)?;
+        }
         Ok(culprit)
+    }
+
+    /// Lets a moment pass in which others count, or say what broke the group.
+    fn watch(&mut self, first: usize) -> Result<()> {
+        let end = Instant::now() + WATCHED_SLICES * SLICE;
+        while Instant::now() < end {
+            let seen = self.bell();
+            self.group.poll_net();
+            if let Some(error) = self.group.broken() {
+                return Err(error);
+            }
+            self.announce(first);
+            self.own_bell().sleep(seen, SLICE);
+        }
+        Ok(())
     }
 }

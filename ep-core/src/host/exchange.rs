@@ -421,7 +421,8 @@ impl<'a> Exchange<'a> {
         Missing::of(locals.filter(|(place, _)| is_missing(*place)).map(|(_, &rank)| rank), what)
     }
 
-    /// The ranks of other nodes whose descriptors are missing; or to whom this rank's own does not go.
+    /// The ranks of other nodes whose descriptors are missing, where this rank takes them, and otherwise the ranks
+    /// that take them and know for whom they wait; or the ranks to which this rank's own does not go.
     pub(super) fn missing_remotes(&self, what: &'static str, state: &BetweenState) -> Missing {
         let topology = &self.group.topology;
         let absent = |rank: &usize| {
@@ -429,7 +430,11 @@ impl<'a> Exchange<'a> {
             // Relaxed: nothing else is read.
             self.group.own_segment().u64(offset).load(Ordering::Relaxed) != self.epoch
         };
-        Missing::of(topology.remotes().iter().copied().filter(absent), what).or_else(|| {
+        let named = |rank: usize| match topology.local_relay(rank) {
+            relay if relay == self.group.rank => rank,
+            relay => relay,
+        };
+        Missing::of(topology.remotes().iter().copied().filter(absent).map(named), what).or_else(|| {
             let unsent = topology.cells().iter().zip(&state.cells).filter(|(_, sent)| !sent.desc_sent);
             Missing::of(unsent.map(|(cell, _)| cell.relay), "the network to take a descriptor")
         })
@@ -467,8 +472,9 @@ impl Missing {
         let mut missing = Missing { first: None, count: 0, what, ranks: [0; 64] };
         for rank in ranks {
             missing.first.get_or_insert(rank);
-            missing.count += 1;
-            missing.ranks[rank / 64] |= 1 << (rank % 64);
+            let (word, bit) = (&mut missing.ranks[rank / 64], 1 << (rank % 64));
+            missing.count += usize::from(*word & bit == 0);
+            *word |= bit;
         }
         missing
     }

@@ -75,9 +75,11 @@ impl<'a> Forwarder<'a> {
         }
         let mut progress = false;
         for _ in 0..MESSAGES_PER_TURN {
-            let Some(mut current) = self.current.take().or_else(|| self.find(net, exchange, sources)) else {
-                break;
+            let found = match self.current.take() {
+                None => self.find(net, exchange, sources)?,
+                current => current,
             };
+            let Some(mut current) = found else { break };
             exchange.step()?;
             let before = (current.record, current.place, current.pieces);
             let done = self.pass_on(exchange, &mut current, sources, peers, rings)?;
@@ -92,7 +94,12 @@ impl<'a> Forwarder<'a> {
     }
 
     /// A message that has landed and was not taken yet. Sources take turns.
-    fn find(&mut self, net: &Net, exchange: &Exchange<'_>, sources: &mut [SourceState]) -> Option<Current> {
+    fn find(
+        &mut self,
+        net: &Net,
+        exchange: &Exchange<'_>,
+        sources: &mut [SourceState],
+    ) -> Result<Option<Current>> {
         let (rows, num_sources) = (exchange.stream(Kind::Rows), sources.len());
         let window = net.port.layout().window(rows);
         for index in (0..num_sources).map(|i| (self.next_source + i) % num_sources) {
@@ -100,7 +107,7 @@ impl<'a> Forwarder<'a> {
             if !state.known || !state.matches || state.is_done() {
                 continue;
             }
-            skip_old(net, exchange, source, state);
+            skip_old(net, exchange, source, state)?;
             let whole = self.dispatch.packing.per_message != 0;
             // Pieces of a token follow each other in rings.
             let ahead = if whole { window } else { 1 };
@@ -120,14 +127,14 @@ impl<'a> Forwarder<'a> {
                 let mut current =
                     Current { source: index, seq, chunk, message, record: 0, place: 0, pieces: 0 };
                 current.pieces = current.first_piece();
-                return Some(current);
+                return Ok(Some(current));
             }
             if !whole && self.in_token(state) {
                 self.next_source = index;
-                return None;
+                break;
             }
         }
-        None
+        Ok(None)
     }
 
     /// True between the first and the last piece of a token of the source.
@@ -254,15 +261,18 @@ impl<'a> Forwarder<'a> {
     }
 }
 
-/// Passes over messages of calls that failed, once they have landed. A credit for them is given with the next message.
-fn skip_old(net: &Net, exchange: &Exchange<'_>, source: &Source, state: &mut SourceState) {
-    while state.rows < state.rows_first {
-        let taken = state.rows_taken & 1 != 0;
-        if !taken && net.port.landed(source.link, exchange.stream(Kind::Rows), state.rows).is_none() {
-            return;
-        }
+/// Frees messages of calls that failed, once they have landed.
+fn skip_old(net: &Net, exchange: &Exchange<'_>, source: &Source, state: &mut SourceState) -> Result<()> {
+    let (rows, before) = (exchange.stream(Kind::Rows), state.rows);
+    while state.rows < state.rows_first
+        && (state.rows_taken & 1 != 0 || net.port.landed(source.link, rows, state.rows).is_some())
+    {
         (state.rows, state.rows_taken) = (state.rows + 1, state.rows_taken >> 1);
     }
+    if state.rows == before {
+        return Ok(());
+    }
+    net.port.send_credit(source.link, rows, state.rows).map_err(|error| exchange.defect(source.rank, error))
 }
 
 /// The sources whose rows are not all here.
