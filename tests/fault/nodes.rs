@@ -5,7 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ep_core::Status;
-use ep_core::config::Layout;
+use ep_core::config::{GroupConfig, Layout};
+use ep_core::engine::Group;
+use ep_core::net::LinkStats;
 use ep_core::perturb::{Disturbance, Perturb};
 
 use crate::alloc;
@@ -241,4 +243,214 @@ fn a_cut_link_ends_the_calls_of_all_nodes() {
         let info = group.health(&mut []).expect("the group is broken");
         assert!(matches!(info.peer, Some(0 | 2)), "{}", info.text);
     }
+}
+
+/// Messages and bytes that a dispatch and a combine of one round send, as docs/FABRIC.md says they do.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Traffic {
+    messages: u64,
+    bytes: u64,
+}
+
+fn sent(group: &Group) -> Traffic {
+    let add = |sum: Traffic, (_, stats): (usize, LinkStats)| Traffic {
+        messages: sum.messages + stats.messages,
+        bytes: sum.bytes + stats.bytes,
+    };
+    group.link_stats().into_iter().fold(Traffic::default(), add)
+}
+
+/// What `call` sends; the proxies count when they take a message, which may be a moment later.
+fn traffic_of(group: &Group, barrier: &Barrier, expected: Traffic, call: impl FnOnce()) -> Traffic {
+    // What was sent before is counted before.
+    thread::sleep(Duration::from_millis(200));
+    let before = sent(group);
+    // Nobody goes on before all have looked.
+    barrier.wait();
+    call();
+    let deadline = Instant::now() + Duration::from_secs(2);
+    loop {
+        let now = sent(group);
+        let found = Traffic { messages: now.messages - before.messages, bytes: now.bytes - before.bytes };
+        if found == expected || Instant::now() > deadline {
+            return found;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Tokens of `rank` that go to each node: to each of them once.
+fn tokens_to_nodes(shape: &Shape, seed: u64, rank: usize, node_ids: &[u32]) -> Vec<u64> {
+    let mut nodes: Vec<u32> = node_ids.to_vec();
+    nodes.dedup();
+    let ids = shape.ids(seed, rank);
+    let goes = |slots: &[i32], node: u32| {
+        slots.iter().any(|&id| id >= 0 && node_ids[shape.owner(id as usize)] == node)
+    };
+    let count = |&node: &u32| ids.chunks(shape.topk).filter(|slots| goes(slots, node)).count() as u64;
+    nodes.iter().filter(|&&node| node != node_ids[rank]).map(count).collect()
+}
+
+/// Rows cross once per node: the bytes of a dispatch are within 3 % of the rows that must cross, and the messages are as
+/// many as the formula says. So are those of a combine in `node_rank` order: a partial sum for each row.
+#[test]
+fn bytes_and_messages_between_nodes_are_those_of_the_formula() {
+    let _watchdog = Watchdog::new("bytes between nodes", LONG);
+    const DESC: u64 = 288;
+    const HEAD: u64 = 64;
+    let node_ids = [1, 1, 2, 2, 3, 3];
+    let mut nodes = Nodes::new(&node_ids, 3, LONG);
+    nodes.config.chunk_bytes = 128 << 10;
+    nodes.config.chunk_window = 4;
+    for layout in [Layout::Flat, Layout::ExpertMajor] {
+        let barrier = Barrier::new(6);
+        nodes.run(
+            |_| Perturb::none(),
+            |group| {
+                let base = Shape { cols: 1792, max_tokens: 200, ..Shape::large(6, layout, Place::Ring) };
+                let shape = Shape { min_tokens: 150, ..base };
+                let mut member = Member::new(group, shape).expect("windows are made");
+                member.round(6).expect("the round works");
+                member.prepare(7);
+                member.update(None).expect("the update works");
+                let to_nodes = tokens_to_nodes(&shape, 7, group.rank(), &node_ids);
+                let (row, cells) = (4 * shape.cols as u64, to_nodes.len() as u64);
+                let ids = (4 * (1 + 2 * shape.topk as u64)).next_multiple_of(16);
+                let room = (128 << 10) - HEAD;
+
+                let per_message = room / (ids + row);
+                let chunks: u64 = to_nodes.iter().map(|tokens| tokens.div_ceil(per_message)).sum();
+                let tokens: u64 = to_nodes.iter().sum();
+                // A descriptor names the words of two ranks' tails.
+                let desc = (DESC + 8).next_multiple_of(16);
+                let expected = Traffic {
+                    messages: cells + chunks,
+                    bytes: cells * desc + chunks * HEAD + tokens * (ids + row),
+                };
+                let found = traffic_of(group, &barrier, expected, || {
+                    member.dispatch(None).expect("the dispatch works")
+                });
+                assert_eq!(found, expected, "dispatch of rank {}", group.rank());
+                let least = tokens * row;
+                assert!(found.bytes * 100 <= least * 103, "{found:?} for {least} bytes of rows");
+
+                // The ranks of other nodes with this rank's place ask as often as this rank does them.
+                member.options.reduce_order = 3;
+                let mut asked = Traffic { messages: cells, bytes: cells * desc };
+                let weights = if layout == Layout::Flat { 0 } else { 4 * shape.topk as u64 };
+                let record = (4 * (1 + 2 * shape.topk as u64) + weights).next_multiple_of(16);
+                for tokens in &to_nodes {
+                    let questions = tokens.div_ceil(room / (16 + row));
+                    asked.messages += questions;
+                    asked.bytes += questions * HEAD + tokens * record;
+                }
+                for other in (0..6).filter(|other| node_ids[*other] != node_ids[group.rank()]) {
+                    if other % 2 == group.rank() % 2 {
+                        let mine: Vec<u32> = node_ids.to_vec();
+                        let to = tokens_to_nodes(&shape, 7, other, &mine);
+                        let own =
+                            node_ids[group.rank()] - 1 - u32::from(node_ids[group.rank()] > node_ids[other]);
+                        let tokens = to[own as usize];
+                        let answers = tokens.div_ceil(room / (16 + row));
+                        asked.messages += answers;
+                        asked.bytes += answers * HEAD + tokens * (16 + row);
+                    }
+                }
+                let found =
+                    traffic_of(group, &barrier, asked, || member.combine(None).expect("the combine works"));
+                assert_eq!(found, asked, "combine of rank {}", group.rank());
+            },
+        );
+    }
+}
+
+/// As many ranks as a large cluster has, once.
+#[test]
+#[ignore = "slow: run with EP_TEST_SLOW=1"]
+fn slow_1024_ranks_in_128_nodes_dispatch_and_combine() {
+    let _watchdog = Watchdog::new("1024 ranks in 128 nodes", 10 * LONG);
+    let node_ids: Vec<u32> = (0..1024).map(|rank| 1 + rank / 8).collect();
+    // A proxy has numbers for 8191 links, of which a rank here has 127.
+    let mut nodes = Nodes::with_proxies(&node_ids, 1, 4 * LONG, 16);
+    nodes.patience = 6 * LONG;
+    nodes.config = GroupConfig {
+        num_lanes: 1,
+        max_local_experts: 1,
+        chunk_bytes: 2 << 10,
+        chunk_window: 1,
+        ..nodes.config
+    };
+    nodes.run(
+        |_| Perturb::none(),
+        |group| {
+            let shape = Shape {
+                num_experts: 1024,
+                max_tokens: 4,
+                min_tokens: 2,
+                topk: 4,
+                cols: 64,
+                ..Shape::small(1024, Layout::Flat, Place::Ring)
+            };
+            let mut member = Member::new(group, shape).expect("the plan is made");
+            member.calls(3).expect("the calls work");
+            member.round(4).expect("the round works");
+        },
+    );
+}
+
+/// Rounds of random shapes over a group on random nodes; both follow from the seed.
+fn play_rounds(seed: u64, rounds: u64) {
+    let mut rng = Rng::new(hash(&[seed, 77]));
+    let num_ranks = 2 + rng.below(6);
+    let num_nodes = 2 + rng.below(num_ranks.min(4) - 1);
+    let node_ids: Vec<u32> = (0..num_ranks)
+        .map(|rank| 1 + if rank < num_nodes { rank } else { rng.below(num_nodes) } as u32)
+        .collect();
+    let mut nodes = Nodes::new(&node_ids, seed, LONG);
+    nodes.config.route = 1 + rng.below(2) as i32;
+    nodes.config.chunk_bytes = (2 << 10) << rng.below(6);
+    nodes.config.chunk_window = 1 + rng.below(8) as u32;
+    let what = format!("seed {seed}: nodes {node_ids:?}, {:?}", nodes.config);
+    let _watchdog = Watchdog::new(&*what, 5 * LONG);
+    nodes.run(
+        |_| Perturb::none(),
+        |group| {
+            for round in 0..rounds {
+                let mut rng = Rng::new(hash(&[seed, round]));
+                let shape = Shape::random(num_ranks, &mut rng);
+                let mut member = Member::new(group, shape).unwrap_or_else(|error| panic!("{error}: {what}"));
+                member.origins = rng.below(2) == 0;
+                for again in 0..2 {
+                    member.options.reduce_order = [0, 2, 3][rng.below(3)];
+                    let result = member.round(hash(&[seed, round, again]));
+                    result.unwrap_or_else(|error| panic!("{error}: round {round} of {what}"));
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn random_rounds_over_random_nodes_are_right() {
+    for seed in 0..8 {
+        play_rounds(seed, 10);
+    }
+}
+
+/// `EP_TEST_ROUNDS` rounds, 10,000 if it is not set; `EP_TEST_SEED` begins somewhere else than at 1000.
+#[test]
+#[ignore = "slow: run with EP_TEST_SLOW=1"]
+fn slow_ten_thousand_rounds_over_random_nodes_are_right() {
+    let number = |name: &str, default: u64| match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|e| panic!("{name}: {e}")),
+        Err(_) => default,
+    };
+    let (rounds, first) = (number("EP_TEST_ROUNDS", 10_000), number("EP_TEST_SEED", 1000));
+    // A group plays 25 shapes twice.
+    let groups = rounds.div_ceil(50);
+    let start = Instant::now();
+    for seed in first..first + groups {
+        play_rounds(seed, 25);
+    }
+    println!("{} rounds over {groups} groups, seeds {first} and up: {:.0?}", 50 * groups, start.elapsed());
 }

@@ -31,13 +31,14 @@ pub(crate) fn run<T: Send>(
     perturb: impl Fn(usize) -> Perturb + Sync,
     body: impl Fn(&Arc<Group>) -> T + Sync,
 ) -> Vec<T> {
-    run_on(&Backend::host(""), num_ranks, |_| *config, perturb, body)
+    run_on(&Backend::host(""), num_ranks, LONG, |_| *config, perturb, body)
 }
 
 /// As [`run`], on a backend and with a config for each rank.
 fn run_on<T: Send>(
     backend: &Backend,
     num_ranks: usize,
+    patience: Duration,
     config: impl Fn(usize) -> GroupConfig + Sync,
     perturb: impl Fn(usize) -> Perturb + Sync,
     body: impl Fn(&Arc<Group>) -> T + Sync,
@@ -50,7 +51,7 @@ fn run_on<T: Send>(
             .enumerate()
             .map(|(rank, bootstrap)| {
                 scope.spawn(move || {
-                    let deadline = Instant::now() + LONG;
+                    let deadline = Instant::now() + patience;
                     let (backend, config, bootstrap) = (backend.clone(), config(rank), Box::new(bootstrap));
                     let group = Group::create_perturbed(backend, &config, bootstrap, deadline, perturb(rank));
                     body(&group.expect("the group is made"))
@@ -76,16 +77,23 @@ pub(crate) struct Nodes {
     backend: Backend,
     pub(crate) network: Arc<SimNetwork>,
     pub(crate) config: GroupConfig,
+    /// For making the group.
+    pub(crate) patience: Duration,
 }
 
 impl Nodes {
     /// Rank r is on node `node_ids[r]`, and its proxy has NICs of its own.
     pub(crate) fn new(node_ids: &[u32], seed: u64, timeout: Duration) -> Nodes {
-        let options = SimOptions { seed, again_one_in: 40, cq_depth: 1 << 16, ..SimOptions::default() };
-        let network = Arc::new(SimNetwork::start(options, node_ids.len(), 2).expect("a network"));
+        Nodes::with_proxies(node_ids, seed, timeout, node_ids.len())
+    }
+
+    /// The same with few proxies, that ranks share.
+    pub(crate) fn with_proxies(node_ids: &[u32], seed: u64, timeout: Duration, num_proxies: usize) -> Nodes {
+        let options = SimOptions { seed, again_one_in: 40, cq_depth: 1 << 24, ..SimOptions::default() };
+        let network = Arc::new(SimNetwork::start(options, num_proxies, 2).expect("a network"));
         let backend = Backend::host("").with_network(network.clone(), "for tests");
         let config = GroupConfig { transport: 2, chunk_bytes: 16 << 10, chunk_window: 2, ..config(timeout) };
-        Nodes { node_ids: node_ids.to_vec(), backend, network, config }
+        Nodes { node_ids: node_ids.to_vec(), backend, network, config, patience: LONG }
     }
 
     /// Runs `body` as each rank, and returns what the ranks return.
@@ -95,7 +103,7 @@ impl Nodes {
         body: impl Fn(&Arc<Group>) -> T + Sync,
     ) -> Vec<T> {
         let config = |rank: usize| GroupConfig { node_id: self.node_ids[rank], ..self.config };
-        run_on(&self.backend, self.node_ids.len(), config, perturb, body)
+        run_on(&self.backend, self.node_ids.len(), self.patience, config, perturb, body)
     }
 }
 
