@@ -44,7 +44,7 @@ pub(super) fn with_chunks(config: &mut GroupConfig, topology: &Topology) {
     if config.chunk_bytes == 0 {
         // Landing and staging; rows, responses, and requests of an eighth.
         let slots = topology.usual_links() * (config.num_lanes * config.chunk_window) as usize * 2 * 17 / 8;
-        let share = DEFAULT_BYTES / slots.max(1) & !4095;
+        let share = (DEFAULT_BYTES / slots.max(1)) & !4095;
         config.chunk_bytes = share.clamp(*DEFAULT_CHUNK.start(), *DEFAULT_CHUNK.end()) as u32;
     }
     config.chunk_bytes = config.chunk_bytes.clamp(CHUNK_MIN as u32, CHUNK_MAX as u32).next_multiple_of(64);

@@ -88,7 +88,7 @@ fn write_request(
         if bytes + needed > room {
             if records == 0 {
                 // Not even one: as many columns as fit, the rest with the next request.
-                let per_row = (room - response.head_bytes(state.next_col)) / rows & !(RECORD_ALIGN - 1);
+                let per_row = ((room - response.head_bytes(state.next_col)) / rows) & !(RECORD_ALIGN - 1);
                 let fit = (per_row / response.element).min(left);
                 head.cols = fit as u32;
                 at = write_record(combine, index, token, at);

@@ -149,7 +149,6 @@ pub(crate) fn combine(
     }
     discard_rest(&exchange, rings);
     exchange.verdict()?;
-    drop(owner);
     count_stats(&combine, rows_read);
     Ok(())
 }

@@ -88,7 +88,7 @@ impl<'a> Receiver<'a> {
         sending: &[Sending],
     ) -> Result<bool> {
         let mut progress = false;
-        for place in 0..self.num_locals {
+        for (place, sent) in sending.iter().enumerate() {
             if self.peers[place].finished {
                 continue;
             }
@@ -100,8 +100,7 @@ impl<'a> Receiver<'a> {
                 let peer = &self.peers[channel];
                 all_taken &= peer.taken == peer.expected || exchange.mismatched();
             }
-            let nothing_owed = sending[place].differs;
-            if sending[place].credited && (nothing_owed || (all_taken && exchange.has_arrived(place))) {
+            if sent.credited && (sent.differs || (all_taken && exchange.has_arrived(place))) {
                 self.peers[place].finished = true;
                 progress = true;
             }
