@@ -4,7 +4,7 @@ mod common;
 
 use common::{Buffer, Compared, Rng};
 use criterion::{Criterion, criterion_group, criterion_main};
-use ep_core::host::{Close, Reduction, Term, reduce};
+use ep_core::host::{Close, Reduction, Term, Values, reduce};
 use ep_core::tensor::Dtype;
 
 const COLS: usize = 7168;
@@ -33,6 +33,7 @@ fn sums(criterion: &mut Criterion) {
             row: rows.address().wrapping_add(place * row_bytes),
             weight: 0.125,
             close: if place.is_multiple_of(2) { Close::Rank } else { Close::Node },
+            values: Values::Own,
         };
         let terms: Vec<Term> = places.iter().map(term).collect();
         let mut group = Compared::new(criterion, &format!("reduce {name}"), read);

@@ -193,6 +193,15 @@ typedef struct ep_group ep_group_t;
 
 enum { EP_BACKEND_AUTO = 0, EP_BACKEND_HOST = 1, EP_BACKEND_CUDA = 2 };
 
+/* How ranks reach each other. AUTO: shared memory if all ranks have it, otherwise shared memory inside a node and
+ * the network between nodes. SHARED_MEMORY: nothing else. FABRIC: the network between ranks of different nodes, also
+ * where they could share memory. */
+enum { EP_TRANSPORT_AUTO = 0, EP_TRANSPORT_SHARED_MEMORY = 1, EP_TRANSPORT_FABRIC = 2 };
+
+/* How a token comes to the ranks of another node. RELAY (AUTO): once, to a rank of that node that passes it on.
+ * DIRECT: to each rank by itself, more bytes and fewer steps. */
+enum { EP_ROUTE_AUTO = 0, EP_ROUTE_RELAY = 1, EP_ROUTE_DIRECT = 2 };
+
 /* Every rank gives the same values, but for node_id. */
 typedef struct ep_group_config {
     uint32_t struct_size;
@@ -200,18 +209,22 @@ typedef struct ep_group_config {
     int32_t backend;            /* EP_BACKEND_ */
     uint32_t num_lanes;         /* 0: 2. At most 16 */
     uint32_t timeout_ms;        /* 0: 30 s. Deadline of a collective call, unless its options say otherwise */
-    uint32_t node_id;           /* 0: found by trying to map the peers' memory. Ranks of one id form a node */
+    uint32_t node_id;           /* 0: found by trying to reach the peers' memory. Ranks of one id form a node */
     uint32_t max_local_experts; /* 0: 256. The most experts that any plan places on one rank */
     uint32_t ring_bytes;        /* 0: chosen. Bytes of each staging ring, for outputs outside windows */
+    int32_t transport;          /* EP_TRANSPORT_ */
+    int32_t route;              /* EP_ROUTE_ */
+    uint32_t chunk_bytes;       /* 0: chosen. Bytes of the largest message between nodes, 2 KiB to 64 MiB */
+    uint32_t chunk_window;      /* 0: chosen. Messages of a kind on their way between two ranks, at most 64 */
 } ep_group_config_t;
 
-#define EP_GROUP_CONFIG_INIT { sizeof(ep_group_config_t), 0, 0, 0, 0, 0, 0, 0 }
+#define EP_GROUP_CONFIG_INIT { sizeof(ep_group_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 /* Makes the group. Collective; blocks up to the bootstrap's timeout. Borrows its arguments until it
  * returns. The ranks compare their configs: a difference is EP_ERR_MISMATCH on every rank, naming two
  * ranks and the field. After a failure nothing is left.
  * Errors: EP_ERR_INVALID_ARGUMENT, EP_ERR_MISMATCH, EP_ERR_BOOTSTRAP, EP_ERR_OUT_OF_MEMORY,
- * EP_ERR_SYSTEM, EP_ERR_UNSUPPORTED (ranks that cannot share memory; a backend that is not there). */
+ * EP_ERR_SYSTEM, EP_ERR_UNSUPPORTED (ranks that cannot reach each other; a backend or network that is not there). */
 EP_API ep_status_t ep_group_create_versioned(uint32_t header_version, const ep_group_config_t *config,
                                              const ep_bootstrap_t *bootstrap, ep_group_t **group_out);
 
@@ -269,14 +282,23 @@ typedef struct ep_group_info {
     uint64_t memory_bytes; /* this rank's control words and rings; touched pages only are resident */
     uint64_t window_bytes; /* this rank's windows that are alive */
     char backend_reason[256];
+    int32_t transport;      /* EP_TRANSPORT_SHARED_MEMORY, or EP_TRANSPORT_FABRIC between nodes */
+    int32_t route;          /* EP_ROUTE_; this and the next three are 0 without a network */
+    uint32_t chunk_bytes;
+    uint32_t chunk_window;
+    uint64_t network_bytes; /* this rank's memory for messages between nodes, all of it touched */
+    char transport_reason[256];
 } ep_group_info_t;
 
-#define EP_GROUP_INFO_INIT { sizeof(ep_group_info_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, { 0 } }
+#define EP_GROUP_INFO_INIT                                                                                    \
+    { sizeof(ep_group_info_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, { 0 }, 0, 0, 0, 0, 0, { 0 } }
 
-/* Sizes, limits, and the chosen backend with the reason. Local, any thread. */
+/* Sizes, limits, and the chosen backend and transport with the reasons. Local, any thread. */
 EP_API ep_status_t ep_group_query(ep_group_t *group, ep_group_info_t *info_out);
 
-/* What this rank did with one peer, since the group was made. */
+/* What this rank did with one peer, since the group was made. Rows to a rank of another node count as sent whether
+ * they fit there or not; those that do not are dropped by the rank that passes them on, and counted there, as its own
+ * peer. */
 typedef struct ep_peer_stats {
     uint64_t calls;            /* collective calls completed with the peer */
     uint64_t rows_sent;        /* dispatch rows to the peer */

@@ -6,3 +6,4 @@
 
 mod backend;
 pub mod capi;
+pub mod network;

@@ -61,6 +61,9 @@ fn assertions() -> String {
     for (field, offset) in words {
         equal(&format!("offsetof(ep_wire_line_t, {field})"), offset as u64);
     }
+    equal("EP_WIRE_RECORD_ALIGN", RECORD_ALIGN as u64);
+    unit.push_str(&messages());
+    let mut equal = |c: &str, rust: u64| unit.push_str(&format!("EP_WIRE_ASSERT({c} == {rust});\n"));
     equal("sizeof(ep_wire_error_t)", ERROR_BYTES as u64);
     let error = [
         ("status", offset_of!(ErrorBody, status)),
@@ -72,6 +75,36 @@ fn assertions() -> String {
     ];
     for (field, offset) in error {
         equal(&format!("offsetof(ep_wire_error_t, {field})"), 4 + offset as u64);
+    }
+    unit
+}
+
+/// The part about messages between nodes.
+fn messages() -> String {
+    let mut unit = String::new();
+    let mut equal = |c: &str, rust: u64| unit.push_str(&format!("EP_WIRE_ASSERT({c} == {rust});\n"));
+    equal("sizeof(ep_wire_relay_desc_t)", RELAY_DESC_BYTES as u64);
+    let relay = [
+        ("desc", offset_of!(RelayDesc, epoch)),
+        ("rows_first", offset_of!(RelayDesc, rows_first)),
+        ("requests_first", offset_of!(RelayDesc, requests_first)),
+        ("num_tokens", offset_of!(RelayDesc, num_tokens)),
+        ("num_ranks", offset_of!(RelayDesc, num_ranks)),
+    ];
+    for (field, offset) in relay {
+        equal(&format!("offsetof(ep_wire_relay_desc_t, {field})"), offset as u64);
+    }
+    equal("sizeof(ep_wire_chunk_t)", CHUNK_BYTES as u64);
+    let chunk = [
+        ("epoch", offset_of!(Chunk, epoch)),
+        ("first", offset_of!(Chunk, first)),
+        ("records", offset_of!(Chunk, records)),
+        ("piece", offset_of!(Chunk, piece)),
+        ("col", offset_of!(Chunk, col)),
+        ("cols", offset_of!(Chunk, cols)),
+    ];
+    for (field, offset) in chunk {
+        equal(&format!("offsetof(ep_wire_chunk_t, {field})"), offset as u64);
     }
     unit
 }

@@ -35,6 +35,65 @@ pub struct GroupConfig {
     pub max_local_experts: u32,
     /// Bytes of each staging ring; 0 chooses.
     pub ring_bytes: u32,
+    /// `EP_TRANSPORT_`: 0 chooses, 1 shared memory, 2 the network between nodes.
+    pub transport: i32,
+    /// `EP_ROUTE_`: 0 chooses, 1 relays, 2 direct.
+    pub route: i32,
+    /// Bytes of the largest message between nodes; 0 chooses.
+    pub chunk_bytes: u32,
+    /// Messages of a kind that may be on their way between two ranks at once; 0 chooses.
+    pub chunk_window: u32,
+}
+
+/// `EP_TRANSPORT_`: how ranks reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Transport {
+    /// Shared memory among the ranks that have it, the network between the others.
+    Auto = 0,
+    /// Shared memory only.
+    SharedMemory = 1,
+    /// The network between ranks of different nodes, even where they could share memory.
+    Fabric = 2,
+}
+
+impl Transport {
+    /// The transport with this number.
+    ///
+    /// # Errors
+    /// [`Status::InvalidArgument`] for any other number.
+    pub fn from_code(code: i32) -> Result<Transport> {
+        match code {
+            0 => Ok(Transport::Auto),
+            1 => Ok(Transport::SharedMemory),
+            2 => Ok(Transport::Fabric),
+            _ => Err(Error::invalid(format!("transport is {code}, expected an EP_TRANSPORT_ value, 0 to 2"))),
+        }
+    }
+}
+
+/// `EP_ROUTE_`: how tokens come to the ranks of another node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Route {
+    /// Once to each node, to a rank that passes them on.
+    Relay = 1,
+    /// To each rank by itself.
+    Direct = 2,
+}
+
+impl Route {
+    /// The route with this number; 0 is [`Route::Relay`], which is the same as direct where nodes have one rank.
+    ///
+    /// # Errors
+    /// [`Status::InvalidArgument`] for any other number.
+    pub fn from_code(code: i32) -> Result<Route> {
+        match code {
+            0 | 1 => Ok(Route::Relay),
+            2 => Ok(Route::Direct),
+            _ => Err(Error::invalid(format!("route is {code}, expected an EP_ROUTE_ value, 0 to 2"))),
+        }
+    }
 }
 
 /// What `ep_plan_config_t` says, not yet checked.
@@ -331,4 +390,16 @@ pub struct GroupInfo {
     pub window_bytes: u64,
     /// Why this backend.
     pub backend_reason: String,
+    /// `EP_TRANSPORT_` in use: shared memory, or the network between nodes.
+    pub transport: i32,
+    /// `EP_ROUTE_` in use; 0 without a network.
+    pub route: i32,
+    /// Bytes of the largest message between nodes; 0 without a network.
+    pub chunk_bytes: usize,
+    /// Messages of a kind that may be on their way between two ranks; 0 without a network.
+    pub chunk_window: usize,
+    /// This rank's memory for messages between nodes.
+    pub network_bytes: u64,
+    /// Why this transport, and what the network is.
+    pub transport_reason: String,
 }

@@ -9,6 +9,7 @@
 //! | [`mem`] | shared memory and the words in it |
 //! | [`net`] | between nodes: links over NICs, and the proxy that serves them |
 //! | [`host`] | the host device: the stages of a call, over shared memory |
+//! | [`net`] | between nodes: messages, proxies, NICs, and the seam to a network |
 //! | [`engine`] | groups, windows, plans and streams: the Rust API |
 //! | [`reference`](mod@reference) | the oracle of dispatch and combine |
 //! | [`proto`] | the words and their transitions as tables, model-checked |

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Version of everything in this file; ranks of one group must agree.
-pub const WIRE_VERSION: u32 = 1;
+pub const WIRE_VERSION: u32 = 2;
 /// Descriptors in flight per (lane, pair).
 pub const DEPTH: u64 = 3;
 /// Size of a peer's line of words.
@@ -83,6 +83,57 @@ pub struct DescBody {
 /// Bytes of a descriptor before its tail.
 pub const DESC_BYTES: usize = 8 + size_of::<DescBody>();
 
+/// `ep_wire_relay_desc_t`: a descriptor on its way to the ranks of another node. Behind it lie the words of each
+/// rank's tail, one number per rank, then the tails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct RelayDesc {
+    /// The call in its lane.
+    pub epoch: u64,
+    /// The descriptor.
+    pub body: DescBody,
+    /// Messages of rows that the writer has sent on this link and lane before this call.
+    pub rows_first: u64,
+    /// Requests that it has sent before this call.
+    pub requests_first: u64,
+    /// Tokens that it sends to these ranks, or asks them for.
+    pub num_tokens: u32,
+    /// Ranks that the descriptor is for.
+    pub num_ranks: u32,
+    /// Zero.
+    pub reserved: [u32; 2],
+}
+
+/// Bytes of a relayed descriptor before the words of its tails.
+pub const RELAY_DESC_BYTES: usize = size_of::<RelayDesc>();
+
+/// `ep_wire_chunk_t`: what a message of rows, a request and a response begin with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Chunk {
+    /// The call in its lane.
+    pub epoch: u64,
+    /// The first token, by its place among those that go to these ranks.
+    pub first: u32,
+    /// Tokens.
+    pub records: u32,
+    /// Rows: the piece of the one token's payloads that is here, or [`WHOLE`].
+    pub piece: u32,
+    /// Requests and responses: the first column.
+    pub col: u32,
+    /// Requests and responses: columns.
+    pub cols: u32,
+    /// Zero.
+    pub reserved: [u32; 9],
+}
+
+/// In [`Chunk::piece`]: all payloads of every token.
+pub const WHOLE: u32 = u32::MAX;
+/// Bytes of a message's header.
+pub const CHUNK_BYTES: usize = size_of::<Chunk>();
+/// Records and rows in messages begin at multiples of this.
+pub const RECORD_ALIGN: usize = 16;
+
 /// Offsets of the words in `ep_wire_line_t`.
 pub mod line {
     /// The last call in which the peer is done with this rank's memory.
@@ -123,3 +174,5 @@ pub const ERROR_BYTES: usize = 288;
 const _: () = assert!(DESC_BYTES == 256);
 const _: () = assert!(size_of::<ErrorBody>() + 4 == ERROR_BYTES);
 const _: () = assert!(size_of::<Place>() == 32);
+const _: () = assert!(RELAY_DESC_BYTES == 288);
+const _: () = assert!(CHUNK_BYTES == 64);

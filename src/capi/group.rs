@@ -15,7 +15,7 @@ use super::guard::{contain, guard};
 use super::handle::{InUse, Kind, Object, Pin, Table};
 use super::types::*;
 use super::version;
-use crate::backend;
+use crate::{backend, network};
 
 /// How long `ep_group_destroy` waits when nobody chose.
 const DEFAULT_DESTROY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn ep_group_create_versioned(
         let config = group_config(&unsafe { copy_struct(config, "config") }?);
         // SAFETY: by the header, the address of a bootstrap of `struct_size` bytes.
         let meeting = unsafe { Meeting::copy(bootstrap) }?;
-        let backend = backend::choose(config.backend)?;
+        let backend = network::add(backend::choose(config.backend)?);
         let deadline = meeting.deadline();
         let group = Group::create_on(backend, &config, meeting.connect()?, deadline)?;
         let shared = Arc::new(SharedGroup { group, destroyed: AtomicBool::new(false) });
@@ -204,8 +204,23 @@ fn group_config(from: &EpGroupConfig) -> GroupConfig {
         node_id,
         max_local_experts,
         ring_bytes,
+        transport,
+        route,
+        chunk_bytes,
+        chunk_window,
     } = *from;
-    GroupConfig { backend, num_lanes, timeout_ms, node_id, max_local_experts, ring_bytes }
+    GroupConfig {
+        backend,
+        num_lanes,
+        timeout_ms,
+        node_id,
+        max_local_experts,
+        ring_bytes,
+        transport,
+        route,
+        chunk_bytes,
+        chunk_window,
+    }
 }
 
 fn error_info(error: Option<&ErrorInfo>) -> EpErrorInfo {
@@ -237,5 +252,11 @@ fn group_info(info: &GroupInfo) -> EpGroupInfo {
         memory_bytes: info.memory_bytes,
         window_bytes: info.window_bytes,
         backend_reason: text(&info.backend_reason),
+        transport: info.transport,
+        route: info.route,
+        chunk_bytes: info.chunk_bytes as u32,
+        chunk_window: info.chunk_window as u32,
+        network_bytes: info.network_bytes,
+        transport_reason: text(&info.transport_reason),
     }
 }

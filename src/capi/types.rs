@@ -34,6 +34,20 @@ pub const EP_BACKEND_HOST: i32 = 1;
 /// `EP_BACKEND_CUDA`.
 pub const EP_BACKEND_CUDA: i32 = 2;
 
+/// `EP_TRANSPORT_AUTO`.
+pub const EP_TRANSPORT_AUTO: i32 = 0;
+/// `EP_TRANSPORT_SHARED_MEMORY`.
+pub const EP_TRANSPORT_SHARED_MEMORY: i32 = 1;
+/// `EP_TRANSPORT_FABRIC`.
+pub const EP_TRANSPORT_FABRIC: i32 = 2;
+
+/// `EP_ROUTE_AUTO`.
+pub const EP_ROUTE_AUTO: i32 = 0;
+/// `EP_ROUTE_RELAY`.
+pub const EP_ROUTE_RELAY: i32 = 1;
+/// `EP_ROUTE_DIRECT`.
+pub const EP_ROUTE_DIRECT: i32 = 2;
+
 /// `EP_RANK_ALIVE`.
 pub const EP_RANK_ALIVE: i32 = 0;
 /// `EP_RANK_LOST`.
@@ -108,6 +122,10 @@ pub struct EpGroupConfig {
     pub node_id: u32,
     pub max_local_experts: u32,
     pub ring_bytes: u32,
+    pub transport: i32,
+    pub route: i32,
+    pub chunk_bytes: u32,
+    pub chunk_window: u32,
 }
 
 /// `ep_error_info_t`.
@@ -143,6 +161,12 @@ pub struct EpGroupInfo {
     pub memory_bytes: u64,
     pub window_bytes: u64,
     pub backend_reason: [c_char; TEXT_BYTES],
+    pub transport: i32,
+    pub route: i32,
+    pub chunk_bytes: u32,
+    pub chunk_window: u32,
+    pub network_bytes: u64,
+    pub transport_reason: [c_char; TEXT_BYTES],
 }
 
 /// `ep_plan_config_t`.

@@ -93,11 +93,13 @@ fn layouts() -> Vec<Layout> {
         }
         EpGroupConfig "ep_group_config_t" {
             struct_size reserved_flags backend num_lanes timeout_ms node_id max_local_experts ring_bytes
+            transport route chunk_bytes chunk_window
         }
         EpErrorInfo "ep_error_info_t" { struct_size status rank peer lane reserved epoch text }
         EpGroupInfo "ep_group_info_t" {
             struct_size rank num_ranks num_nodes node backend num_lanes timeout_ms max_local_experts
-            ring_bytes memory_bytes window_bytes backend_reason
+            ring_bytes memory_bytes window_bytes backend_reason transport route chunk_bytes chunk_window
+            network_bytes transport_reason
         }
         EpPeerStats "ep_peer_stats_t" {
             calls rows_sent bytes_sent rows_received bytes_combined rows_dropped wait_dispatch_ns

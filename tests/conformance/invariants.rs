@@ -12,7 +12,7 @@ use crate::job::{JobId, Kind};
 /// Calls `check` with each dispatch and its routing, for the first random jobs.
 fn each_op(mut check: impl FnMut(&Routing, &Op)) {
     for seed in 1..=60 {
-        let job = JobId { kind: Kind::Random, seed };
+        let job = JobId { kind: Kind::Random, seed, networked: false };
         for case in job.build().cases {
             let mut routing = None;
             for op in &case.ops {
@@ -135,7 +135,7 @@ fn plain(routing: &Routing, order: ReduceOrder) -> CombineCase<'_> {
 fn random_jobs_reach_what_they_are_for() {
     let mut reached: HashMap<String, usize> = HashMap::new();
     for seed in 1..=400 {
-        let id = JobId { kind: Kind::Random, seed };
+        let id = JobId { kind: Kind::Random, seed, networked: false };
         let job = id.build();
         let case = &job.cases[0];
         let routing = case.first_routing();

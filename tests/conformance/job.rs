@@ -56,16 +56,18 @@ impl Kind {
     ];
 }
 
-/// Names a job, as `kind:seed`.
+/// Names a job, as `kind:seed`, or `kind+net:seed` if it runs in a world with a network between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId {
     pub kind: Kind,
     pub seed: u64,
+    pub networked: bool,
 }
 
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", format!("{:?}", self.kind).to_lowercase(), self.seed)
+        let net = if self.networked { "+net" } else { "" };
+        write!(f, "{}{net}:{}", format!("{:?}", self.kind).to_lowercase(), self.seed)
     }
 }
 
@@ -74,10 +76,11 @@ impl FromStr for JobId {
 
     fn from_str(text: &str) -> Result<JobId, String> {
         let (kind, seed) = text.split_once(':').unwrap_or(("random", text));
+        let (kind, networked) = kind.strip_suffix("+net").map_or((kind, false), |kind| (kind, true));
         let found = Kind::ALL.into_iter().find(|other| format!("{other:?}").eq_ignore_ascii_case(kind));
         let kind = found.ok_or_else(|| format!("job kind {kind:?}, expected one of {:?}", Kind::ALL))?;
         let seed = seed.parse().map_err(|e| format!("seed {seed:?}: {e}"))?;
-        Ok(JobId { kind, seed })
+        Ok(JobId { kind, seed, networked })
     }
 }
 
@@ -104,18 +107,17 @@ impl JobId {
     /// The world the job runs in; a pure function of the id.
     pub fn world(&self) -> World {
         let mut rng = Rng::part(self.seed, 2);
+        let worlds = if self.networked { world::networked() } else { world::single() };
         match self.kind {
+            Kind::Groups if self.networked => pick(&world::several_networked(), self.seed as usize),
             Kind::Groups => pick(&world::several(), self.seed as usize),
             Kind::Pattern | Kind::Plans | Kind::Lanes | Kind::Order | Kind::Payload | Kind::Records => {
-                pick(&world::single(), self.seed as usize)
+                pick(&worlds, self.seed as usize)
             }
-            Kind::Large => {
-                pick(&[world::single()[5].clone(), world::single()[9].clone()], self.seed as usize)
-            }
-            Kind::Trace => pick(&world::single()[8..], self.seed as usize),
+            Kind::Large => pick(&[worlds[5].clone(), worlds[9].clone()], self.seed as usize),
+            Kind::Trace => pick(&worlds[8..], self.seed as usize),
             Kind::Random | Kind::Stats => {
                 // Small worlds more often: they are cheaper.
-                let worlds = world::single();
                 let at = rng.below(worlds.len()).min(rng.below(worlds.len() + 4));
                 worlds[at].clone()
             }

@@ -29,7 +29,7 @@ mod world;
 
 use cell::processes::{Meeting, On, Processes, worker};
 use cell::run_all;
-use cell::threads::HostThreads;
+use cell::threads::{HostNodes, HostThreads};
 use cuda::Cuda;
 use job::{JobId, Kind};
 
@@ -47,7 +47,17 @@ fn jobs(kind: Kind, count: usize) -> Vec<JobId> {
         Err(_) => RANDOM_JOBS,
     };
     let count = (count * random).div_ceil(RANDOM_JOBS);
-    (1..=count as u64).map(|seed| JobId { kind, seed }).collect()
+    (1..=count as u64).map(|seed| JobId { kind, seed, networked: false }).collect()
+}
+
+/// As [`jobs`], in worlds with a network between nodes.
+fn networked_jobs(kind: Kind, count: usize) -> Vec<JobId> {
+    let mut networked = jobs(kind, count);
+    if std::env::var("EP_TEST_SEED").is_err() {
+        networked.iter_mut().for_each(|job| job.networked = true);
+    }
+    networked.retain(|job| job.networked);
+    networked
 }
 
 #[test]
@@ -120,6 +130,45 @@ fn processes_that_meet_through_an_id() {
     all.extend(jobs(Kind::Groups, 4));
     all.extend(jobs(Kind::Trace, 3));
     run_all(&Processes { meeting: Meeting::UniqueId, on: On::Host }, &all);
+}
+
+#[test]
+fn networked_random_cases() {
+    run_all(&HostNodes::new(1), &networked_jobs(Kind::Random, 200));
+}
+
+#[test]
+fn networked_patterns_in_every_world() {
+    run_all(&HostNodes::new(2), &networked_jobs(Kind::Pattern, job::PATTERN_TURNS));
+}
+
+#[test]
+fn networked_orders_dtypes_and_wires() {
+    run_all(&HostNodes::new(3), &networked_jobs(Kind::Order, 12 * job::ORDER_TURNS));
+}
+
+#[test]
+fn networked_payload_sets() {
+    run_all(&HostNodes::new(4), &networked_jobs(Kind::Payload, 2 * job::PAYLOAD_TURNS));
+}
+
+#[test]
+fn networked_rows_larger_than_messages() {
+    run_all(&HostNodes::new(5), &networked_jobs(Kind::Large, 8));
+}
+
+#[test]
+fn networked_plans_and_lanes_and_groups() {
+    let mut all = networked_jobs(Kind::Plans, 24);
+    all.extend(networked_jobs(Kind::Lanes, 36));
+    all.extend(networked_jobs(Kind::Groups, 24));
+    all.extend(networked_jobs(Kind::Records, 12));
+    run_all(&HostNodes::new(6), &all);
+}
+
+#[test]
+fn networked_recorded_routing() {
+    run_all(&HostNodes::new(7), &networked_jobs(Kind::Trace, job::TRACE_TURNS));
 }
 
 /// Runs jobs on CUDA.

@@ -12,12 +12,25 @@ pub struct GroupSpec {
     pub ring_bytes: u32,
     /// 0: the library's choice, 256.
     pub max_local_experts: u32,
+    /// The network between nodes; None: shared memory.
+    pub between: Option<Between>,
+}
+
+/// Messages between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Between {
+    /// `EP_ROUTE_`.
+    pub route: i32,
+    /// 0: the library's choice.
+    pub chunk_bytes: u32,
+    /// 0: the library's choice.
+    pub chunk_window: u32,
 }
 
 impl GroupSpec {
     fn new(members: Vec<usize>) -> GroupSpec {
         let node_ids = vec![0; members.len()];
-        GroupSpec { members, node_ids, num_lanes: 2, ring_bytes: 0, max_local_experts: 0 }
+        GroupSpec { members, node_ids, num_lanes: 2, ring_bytes: 0, max_local_experts: 0, between: None }
     }
 
     fn nodes_of(mut self, node_ids: &[u32]) -> GroupSpec {
@@ -27,6 +40,12 @@ impl GroupSpec {
 
     fn rings_of(mut self, ring_bytes: u32) -> GroupSpec {
         self.ring_bytes = ring_bytes;
+        self
+    }
+
+    /// With the network between nodes.
+    fn between(mut self, route: i32, chunk_bytes: u32, chunk_window: u32) -> GroupSpec {
+        self.between = Some(Between { route, chunk_bytes, chunk_window });
         self
     }
 
@@ -78,6 +97,51 @@ pub fn single() -> Vec<World> {
     worlds[1].groups[0].num_lanes = 1;
     worlds[4].groups[0].num_lanes = 16;
     worlds
+}
+
+/// Worlds of one group whose ranks share memory inside nodes only; as many as of [`single`].
+pub fn networked() -> Vec<World> {
+    let all = |node_ids: &[u32]| GroupSpec::new((0..node_ids.len()).collect()).nodes_of(node_ids);
+    let mut worlds = vec![
+        World::of(all(&[1, 2]).between(0, 0, 0)),
+        World::of(all(&[1, 1, 2, 2]).between(0, 0, 0)),
+        World::of(all(&[1, 2, 2, 2]).between(0, 0, 2)),
+        World::of(all(&[1, 1, 2, 2]).between(2, 0, 0)),
+        World::of(all(&[1, 2, 3, 4]).between(0, 32 << 10, 3)),
+        World::of(all(&[1, 1, 2, 2, 3, 3]).between(0, 0, 0)),
+        World::of(all(&[3, 4, 3, 5, 4]).between(0, 16 << 10, 1)),
+        World::of(all(&[3, 4, 3, 5, 4, 3]).between(2, 16 << 10, 2)),
+        World::of(all(&[1, 1, 1, 1, 2, 2, 2, 2]).between(0, 64 << 10, 4)),
+        World::of(all(&[1, 1, 1, 2, 2]).between(0, 20 << 10, 2).rings_of(SMALL_RING)),
+        World::of(all(&[1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]).between(0, 32 << 10, 2)),
+        World::of(all(&[1, 2, 2, 3, 3, 3, 4, 4, 4, 4]).between(0, 48 << 10, 64)),
+    ];
+    worlds[4].groups[0].num_lanes = 5;
+    worlds
+}
+
+/// Worlds of several groups at the same time, some with a network between nodes.
+pub fn several_networked() -> Vec<World> {
+    let group = |members: &[usize], node_ids: &[u32]| GroupSpec::new(members.to_vec()).nodes_of(node_ids);
+    vec![
+        World {
+            num_ranks: 4,
+            groups: vec![
+                group(&[0, 1, 2, 3], &[1, 1, 2, 2]).between(0, 0, 0),
+                group(&[0, 1, 2, 3], &[0, 0, 0, 0]),
+                group(&[0, 2, 3], &[1, 2, 2]).between(2, 0, 0),
+            ],
+        },
+        World {
+            num_ranks: 4,
+            groups: vec![
+                group(&[0, 1], &[1, 2]).between(0, 0, 0),
+                group(&[2, 3], &[0, 0]),
+                group(&[0, 2], &[1, 2]).between(0, 32 << 10, 2),
+                group(&[1, 3], &[1, 2]).between(0, 32 << 10, 2),
+            ],
+        },
+    ]
 }
 
 /// Worlds of several groups at the same time.

@@ -8,6 +8,7 @@
 //! | `container`, `signals` | ranks of several containers; signals that interrupt every system call |
 //! | `perturbed`, `many` | delays, random peer order, 256 ranks: results are right all the same |
 //! | `mismatch` | calls that do not match fail on every rank, and the next ones work |
+//! | `nodes` | most of this between nodes, over a simulated network; bytes and messages as docs/FABRIC.md says |
 //! | `lanes`, `abort`, `ending` | lanes and streams, abort, and groups that end early, twice, or in use |
 //! | `quiet`, `memory`, `soak` | calls that neither allocate nor enter the kernel; memory; endurance |
 //! | `one_core` | a selection of all this on a single core |
@@ -32,6 +33,7 @@ mod lanes;
 mod many;
 mod memory;
 mod mismatch;
+mod nodes;
 mod one_core;
 mod perturbed;
 mod quiet;

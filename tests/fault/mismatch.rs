@@ -105,39 +105,43 @@ fn check_random(seed: u64, num_ranks: usize, rounds: u64) {
         let seed = hash(&[seed, 7, rank as u64]);
         Perturb::new(Disturbance { seed, delay_one_in, delay_max, stop_at_step: 0 })
     };
-    run(num_ranks, &config(LONG), perturb, |group| {
-        let mut members = members(group);
-        for round in 0..rounds {
-            let mut rng = Rng::new(hash(&[seed, round]));
-            for (plan, member) in members.iter_mut().enumerate() {
-                member.prepare(hash(&[seed, round, plan as u64]));
-                member.update(None).unwrap_or_else(|error| panic!("{error}: {what}, round {round}"));
-            }
-            let (one, other) = loop {
-                let (one, other) = (Call::any(&mut rng), Call::any(&mut rng));
-                if !one.matches(other) {
-                    break (one, other);
-                }
-            };
-            // Any split of the ranks, but for all on one side.
-            let sides = 1 + rng.next() % ((1 << num_ranks) - 2);
-            let side = |rank: usize| sides >> rank & 1;
-            let delays: Vec<u64> = (0..num_ranks).map(|_| rng.next() % 4).collect();
-            let rank = group.rank();
-            if delays[rank] == 0 {
-                thread::sleep(Duration::from_millis(3));
-            }
-            let call = if side(rank) == 0 { one } else { other };
-            let what = format!("{what}, round {round}: {one:?} and {other:?}");
-            let error = call.run(&mut members).expect_err(&what);
-            assert_names(&error, rank, |peer| side(peer) != side(rank), &what);
-            let next = &mut members[rng.below(3)];
-            next.round(hash(&[seed, round, 9])).unwrap_or_else(|error| panic!("{error} after {what}"));
+    run(num_ranks, &config(LONG), perturb, |group| play_random(group, seed, rounds, &what));
+}
+
+/// The part of a rank.
+pub(crate) fn play_random(group: &Arc<Group>, seed: u64, rounds: u64, what: &str) {
+    let num_ranks = group.num_ranks();
+    let mut members = members(group);
+    for round in 0..rounds {
+        let mut rng = Rng::new(hash(&[seed, round]));
+        for (plan, member) in members.iter_mut().enumerate() {
+            member.prepare(hash(&[seed, round, plan as u64]));
+            member.update(None).unwrap_or_else(|error| panic!("{error}: {what}, round {round}"));
         }
-        for member in &mut members {
-            member.round(seed).expect("the last round works");
+        let (one, other) = loop {
+            let (one, other) = (Call::any(&mut rng), Call::any(&mut rng));
+            if !one.matches(other) {
+                break (one, other);
+            }
+        };
+        // Any split of the ranks, but for all on one side.
+        let sides = 1 + rng.next() % ((1 << num_ranks) - 2);
+        let side = |rank: usize| sides >> rank & 1;
+        let delays: Vec<u64> = (0..num_ranks).map(|_| rng.next() % 4).collect();
+        let rank = group.rank();
+        if delays[rank] == 0 {
+            thread::sleep(Duration::from_millis(3));
         }
-    });
+        let call = if side(rank) == 0 { one } else { other };
+        let what = format!("{what}, round {round}: {one:?} and {other:?}");
+        let error = call.run(&mut members).expect_err(&what);
+        assert_names(&error, rank, |peer| side(peer) != side(rank), &what);
+        let next = &mut members[rng.below(3)];
+        next.round(hash(&[seed, round, 9])).unwrap_or_else(|error| panic!("{error} after {what}"));
+    }
+    for member in &mut members {
+        member.round(seed).expect("the last round works");
+    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ep_core::bootstrap::FileBootstrap;
 use ep_core::config::GroupConfig;
-use ep_core::engine::Group;
+use ep_core::engine::{Backend, Group};
 use ep_core::perturb::Perturb;
 
 use crate::threads::LONG;
@@ -70,7 +70,8 @@ pub(crate) fn meet(
 ) -> Arc<Group> {
     let deadline = Instant::now() + LONG;
     let bootstrap = FileBootstrap::connect(path, rank, num_ranks, deadline).expect("the ranks meet");
-    Group::create_perturbed(config, Box::new(bootstrap), deadline, perturb).expect("the group is made")
+    Group::create_perturbed(Backend::host(""), config, Box::new(bootstrap), deadline, perturb)
+        .expect("the group is made")
 }
 
 /// A directory for one scenario, gone with it. Children have it as their TMPDIR.

@@ -1,9 +1,11 @@
 //! Ranks that vanish at each step of the protocol in turn: the others end in time, and name that rank.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ep_core::config::{ErrorInfo, Layout};
+use ep_core::engine::Group;
 use ep_core::perturb::{Disturbance, Perturb};
 use ep_core::{Error, Status};
 
@@ -18,18 +20,18 @@ const AT_ONCE: u64 = 12;
 
 /// What the victim does once it has stopped.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Then {
+pub(crate) enum Then {
     /// Nothing, for ever, as a process that hangs.
     Hangs,
     /// Leaves the group, as a thread that unwinds.
     Leaves,
 }
 
-struct Outcome {
-    result: Result<(), Error>,
-    info: Option<ErrorInfo>,
+pub(crate) struct Outcome {
+    pub(crate) result: Result<(), Error>,
+    pub(crate) info: Option<ErrorInfo>,
     /// How long its last call took.
-    waited: Duration,
+    pub(crate) waited: Duration,
     /// Keeps the group alive until every rank is done.
     _member: Option<Member>,
 }
@@ -39,26 +41,29 @@ fn play(shape: Shape, victim: usize, step: u64, then: Then) -> Vec<Outcome> {
         let stop_at_step = if rank == victim { step } else { 0 };
         Perturb::new(Disturbance { seed: 0, delay_one_in: 0, delay_max: Duration::ZERO, stop_at_step })
     };
-    run(NUM_RANKS, &config(TIMEOUT), perturb, |group| {
-        let mut member = Member::new(group, shape).expect("windows are made");
-        member.prepare(5);
-        let mut start = Instant::now();
-        let mut timed = |call: &mut dyn FnMut() -> Result<(), Error>| {
-            start = Instant::now();
-            call()
-        };
-        let mut calls = || {
-            timed(&mut || member.update(None))?;
-            timed(&mut || member.dispatch(None))?;
-            timed(&mut || member.combine(None))?;
-            timed(&mut || member.dispatch(None))
-        };
-        let result = calls();
-        let waited = start.elapsed();
-        let info = group.health(&mut []);
-        let leaves = then == Then::Leaves && group.rank() == victim;
-        Outcome { result, info, waited, _member: (!leaves).then_some(member) }
-    })
+    run(NUM_RANKS, &config(TIMEOUT), perturb, |group| play_rank(group, shape, victim, then))
+}
+
+/// The calls of a rank.
+pub(crate) fn play_rank(group: &Arc<Group>, shape: Shape, victim: usize, then: Then) -> Outcome {
+    let mut member = Member::new(group, shape).expect("windows are made");
+    member.prepare(5);
+    let mut start = Instant::now();
+    let mut timed = |call: &mut dyn FnMut() -> Result<(), Error>| {
+        start = Instant::now();
+        call()
+    };
+    let mut calls = || {
+        timed(&mut || member.update(None))?;
+        timed(&mut || member.dispatch(None))?;
+        timed(&mut || member.combine(None))?;
+        timed(&mut || member.dispatch(None))
+    };
+    let result = calls();
+    let waited = start.elapsed();
+    let info = group.health(&mut []);
+    let leaves = then == Then::Leaves && group.rank() == victim;
+    Outcome { result, info, waited, _member: (!leaves).then_some(member) }
 }
 
 /// True if the victim got as far as `step`.

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use ep_core::bootstrap::LocalBootstrap;
 use ep_core::config::GroupConfig;
-use ep_core::engine::Group;
+use ep_core::engine::{Backend, Group};
+use ep_core::net::sim::{SimNetwork, SimOptions};
 use ep_core::perturb::Perturb;
 
 /// Generous: for what must succeed, on any machine.
@@ -30,16 +31,29 @@ pub(crate) fn run<T: Send>(
     perturb: impl Fn(usize) -> Perturb + Sync,
     body: impl Fn(&Arc<Group>) -> T + Sync,
 ) -> Vec<T> {
+    run_on(&Backend::host(""), num_ranks, LONG, |_| *config, perturb, body)
+}
+
+/// As [`run`], on a backend and with a config for each rank.
+fn run_on<T: Send>(
+    backend: &Backend,
+    num_ranks: usize,
+    patience: Duration,
+    config: impl Fn(usize) -> GroupConfig + Sync,
+    perturb: impl Fn(usize) -> Perturb + Sync,
+    body: impl Fn(&Arc<Group>) -> T + Sync,
+) -> Vec<T> {
     let bootstraps = LocalBootstrap::group(num_ranks);
     thread::scope(|scope| {
-        let (perturb, body) = (&perturb, &body);
+        let (config, perturb, body) = (&config, &perturb, &body);
         let ranks: Vec<_> = bootstraps
             .into_iter()
             .enumerate()
             .map(|(rank, bootstrap)| {
                 scope.spawn(move || {
-                    let deadline = Instant::now() + LONG;
-                    let group = Group::create_perturbed(config, Box::new(bootstrap), deadline, perturb(rank));
+                    let deadline = Instant::now() + patience;
+                    let (backend, config, bootstrap) = (backend.clone(), config(rank), Box::new(bootstrap));
+                    let group = Group::create_perturbed(backend, &config, bootstrap, deadline, perturb(rank));
                     body(&group.expect("the group is made"))
                 })
             })
@@ -55,6 +69,42 @@ pub(crate) fn run_calm<T: Send>(
     body: impl Fn(&Arc<Group>) -> T + Sync,
 ) -> Vec<T> {
     run(num_ranks, &config(timeout), |_| Perturb::none(), body)
+}
+
+/// Ranks on several nodes, with a simulated network between them.
+pub(crate) struct Nodes {
+    node_ids: Vec<u32>,
+    backend: Backend,
+    pub(crate) network: Arc<SimNetwork>,
+    pub(crate) config: GroupConfig,
+    /// For making the group.
+    pub(crate) patience: Duration,
+}
+
+impl Nodes {
+    /// Rank r is on node `node_ids[r]`, and its proxy has NICs of its own.
+    pub(crate) fn new(node_ids: &[u32], seed: u64, timeout: Duration) -> Nodes {
+        Nodes::with_proxies(node_ids, seed, timeout, node_ids.len())
+    }
+
+    /// The same with few proxies, that ranks share.
+    pub(crate) fn with_proxies(node_ids: &[u32], seed: u64, timeout: Duration, num_proxies: usize) -> Nodes {
+        let options = SimOptions { seed, again_one_in: 40, cq_depth: 1 << 24, ..SimOptions::default() };
+        let network = Arc::new(SimNetwork::start(options, num_proxies, 2).expect("a network"));
+        let backend = Backend::host("").with_network(network.clone(), "for tests");
+        let config = GroupConfig { transport: 2, chunk_bytes: 16 << 10, chunk_window: 2, ..config(timeout) };
+        Nodes { node_ids: node_ids.to_vec(), backend, network, config, patience: LONG }
+    }
+
+    /// Runs `body` as each rank, and returns what the ranks return.
+    pub(crate) fn run<T: Send>(
+        &self,
+        perturb: impl Fn(usize) -> Perturb + Sync,
+        body: impl Fn(&Arc<Group>) -> T + Sync,
+    ) -> Vec<T> {
+        let config = |rank: usize| GroupConfig { node_id: self.node_ids[rank], ..self.config };
+        run_on(&self.backend, self.node_ids.len(), self.patience, config, perturb, body)
+    }
 }
 
 /// Ends the process, and says where, unless it is dropped in time: a hang is a failure, not a wait.

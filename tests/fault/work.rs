@@ -102,7 +102,7 @@ impl Shape {
         self.num_experts / self.num_ranks + usize::from(rank < self.num_experts % self.num_ranks)
     }
 
-    fn owner(&self, expert: usize) -> usize {
+    pub(crate) fn owner(&self, expert: usize) -> usize {
         let mut first = 0;
         (0..self.num_ranks)
             .find(|&rank| {
@@ -124,7 +124,7 @@ impl Shape {
         self.min_tokens + hash(&[seed, 1, rank as u64]) as usize % choices
     }
 
-    fn ids(&self, seed: u64, rank: usize) -> Vec<i32> {
+    pub(crate) fn ids(&self, seed: u64, rank: usize) -> Vec<i32> {
         let mut rng = Rng::new(hash(&[seed, 2, rank as u64]));
         let slots = self.num_tokens(seed, rank) * self.topk;
         // One slot in nine names no expert; a token may name one twice.

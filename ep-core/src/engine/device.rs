@@ -11,32 +11,56 @@ use crate::error::Result;
 use crate::host::{CombineCall, DispatchCall, UpdateCall};
 use crate::layout::SegmentLayout;
 use crate::mem::{DeviceMemory, Memory};
+use crate::net::Network;
 use crate::plan::PlanShape;
 use crate::wire::Place;
 
 /// A stream of the device, as the caller gave it.
 pub type DeviceStream = *mut c_void;
 
-/// Where a group's calls run, and why there.
+/// Where a group's calls run, and why there; and what its ranks have between nodes.
 #[derive(Clone)]
 pub struct Backend {
     /// None: on the host.
     pub device: Option<Arc<dyn Device>>,
     /// A sentence for `ep_group_query`.
     pub reason: String,
+    /// None: all ranks share memory.
+    pub network: Option<Arc<dyn Network>>,
+    /// Why this network, or why none.
+    pub network_reason: String,
 }
 
 impl Backend {
     /// The host.
     pub fn host(reason: impl Into<String>) -> Backend {
-        Backend { device: None, reason: reason.into() }
+        Backend {
+            device: None,
+            reason: reason.into(),
+            network: None,
+            network_reason: String::from(NO_NETWORK),
+        }
     }
 
     /// A device.
     pub fn on(device: Arc<dyn Device>, reason: impl Into<String>) -> Backend {
-        Backend { device: Some(device), reason: reason.into() }
+        Backend { device: Some(device), ..Backend::host(reason) }
+    }
+
+    /// The same with a network.
+    #[must_use]
+    pub fn with_network(self, network: Arc<dyn Network>, reason: impl Into<String>) -> Backend {
+        Backend { network: Some(network), network_reason: reason.into(), ..self }
+    }
+
+    /// The same without a network, and why.
+    #[must_use]
+    pub fn without_network(self, reason: impl Into<String>) -> Backend {
+        Backend { network: None, network_reason: reason.into(), ..self }
     }
 }
+
+const NO_NETWORK: &str = "the group was made without one";
 
 /// Memory and membership on a device.
 pub trait Device: Send + Sync {

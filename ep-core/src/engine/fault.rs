@@ -70,15 +70,20 @@ pub(super) fn read(segment: &Words) -> Option<ErrorInfo> {
     let address = segment.at(layout::ERROR + 4, size_of::<ErrorBody>());
     // SAFETY: STATE_SET was seen with acquire, and a set record is never written again.
     let body = unsafe { address.cast::<ErrorBody>().read_unaligned() };
+    Some(info_of(&body))
+}
+
+/// What a record says.
+pub(super) fn info_of(body: &ErrorBody) -> ErrorInfo {
     let len = body.text.iter().position(|&byte| byte == 0).unwrap_or(ERROR_TEXT);
-    Some(ErrorInfo {
+    ErrorInfo {
         status: Status::from_code(body.status).unwrap_or(Status::Internal),
         rank: body.rank.max(0) as usize,
         peer: usize::try_from(body.peer).ok(),
         lane: usize::try_from(body.lane).ok(),
         epoch: body.epoch,
         text: String::from_utf8_lossy(&body.text[..len]).into_owned(),
-    })
+    }
 }
 
 /// What a call returns that meets `info`: its own status for the rank that found it, Aborted otherwise

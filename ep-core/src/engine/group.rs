@@ -6,19 +6,23 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 
+use super::defaults::{BACKEND_HOST, chosen};
 use super::device::{Backend, DeviceGroup};
 use super::fault;
-use super::join::{BACKEND_HOST, Joined, chosen, join};
+use super::join::{Joined, join};
 use super::lane::Lane;
 use super::link::Link;
+use super::network::Net;
 use super::share::Reach;
+use super::topology::Topology;
 use super::window::WindowShared;
 use crate::bootstrap::{Bootstrap, Interrupter};
-use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats};
+use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats, Route, Transport};
 use crate::error::{Error, Result, Status};
 use crate::host::{Doorbell, Patience};
 use crate::layout::{self, SegmentLayout};
 use crate::mem::Words;
+use crate::net::{LinkFailure, LinkStats};
 use crate::perturb::Perturb;
 
 /// The alive word of a rank that is a member.
@@ -33,12 +37,14 @@ pub struct Group {
     /// No zero defaults are left in it.
     pub(crate) config: GroupConfig,
     pub(crate) layout: SegmentLayout,
-    /// Every rank's segment, this rank's own included.
+    pub(crate) topology: Topology,
+    /// The segments of the ranks that share memory, this rank's own included, by place.
     pub(crate) segments: Vec<Words>,
-    /// None for this rank, and for ranks of this process.
+    /// By rank; None for this rank, for ranks of this process, and for ranks of other nodes.
     links: Vec<Option<Link>>,
-    /// The node of each rank, numbered from 0 in order of first appearance.
-    pub(crate) node_of: Vec<usize>,
+    /// The links to ranks of other nodes; None: all ranks share memory.
+    pub(crate) net: Option<Net>,
+    transport_reason: String,
     pub(crate) lanes: Vec<Lane>,
     pub(super) windows: ArcSwap<Vec<Arc<WindowShared>>>,
     /// Windows that were asked for, from 1: alike on all ranks, unlike their numbers it never repeats.
@@ -70,7 +76,7 @@ impl Group {
         bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
     ) -> Result<Arc<Group>> {
-        Group::create_perturbed(config, bootstrap, deadline, Perturb::none())
+        Group::create_on(Backend::host(""), config, bootstrap, deadline)
     }
 
     /// Makes the group on a backend, which every rank chose alike. Collective; returns by `deadline`.
@@ -83,41 +89,33 @@ impl Group {
         bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
     ) -> Result<Arc<Group>> {
-        Group::make(backend, config, bootstrap, deadline, Perturb::none())
+        Group::create_perturbed(backend, config, bootstrap, deadline, Perturb::none())
     }
 
-    /// As [`Group::create`], with seeded delays and failures at the protocol's steps, for tests.
+    /// As [`Group::create_on`], with seeded delays and failures at the protocol's steps, for tests.
     ///
     /// # Errors
     /// As [`Group::create`].
     pub fn create_perturbed(
-        config: &GroupConfig,
-        bootstrap: Box<dyn Bootstrap>,
-        deadline: Instant,
-        perturb: Perturb,
-    ) -> Result<Arc<Group>> {
-        Group::make(Backend::host(""), config, bootstrap, deadline, perturb)
-    }
-
-    fn make(
         backend: Backend,
         config: &GroupConfig,
         mut bootstrap: Box<dyn Bootstrap>,
         deadline: Instant,
         perturb: Perturb,
     ) -> Result<Arc<Group>> {
-        let Joined { config, segments, links, device, node_of, ranks_here } =
-            join(config, &backend, &mut *bootstrap, deadline)?;
+        let joined = join(config, &backend, &mut *bootstrap, deadline)?;
+        let Joined { config, layout, segments, links, device, topology, net, .. } = joined;
         let (rank, num_ranks) = (bootstrap.rank(), bootstrap.num_ranks());
-        let layout = SegmentLayout::new(&config, num_ranks);
-        let lanes = (0..config.num_lanes as usize).map(|_| Lane::new(num_ranks)).collect();
+        let lanes = (0..config.num_lanes as usize).map(|_| Lane::new(&topology)).collect();
         Ok(Arc::new(Group {
             rank,
             num_ranks,
             layout,
             segments,
             links,
-            node_of,
+            topology,
+            net,
+            transport_reason: joined.transport_reason,
             lanes,
             windows: ArcSwap::from_pointee(Vec::new()),
             next_window: AtomicU32::new(1),
@@ -125,7 +123,7 @@ impl Group {
             device,
             interrupter: bootstrap.interrupter(),
             bootstrap: Mutex::new(bootstrap),
-            patience: Patience::for_ranks(ranks_here),
+            patience: Patience::for_ranks(joined.ranks_here),
             perturb,
             calls_in_progress: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
@@ -186,8 +184,8 @@ impl Group {
     /// reports.
     pub(crate) fn fail(&self, info: &ErrorInfo) -> Error {
         let known = self.segments.iter().find_map(fault::read);
-        fault::record(&self.segments[self.rank], known.as_ref().unwrap_or(info));
-        let first = fault::read(&self.segments[self.rank]);
+        fault::record(self.own_segment(), known.as_ref().unwrap_or(info));
+        let first = fault::read(self.own_segment());
         let first =
             first.unwrap_or_else(|| self.own_error.get_or_init(|| known.unwrap_or(info.clone())).clone());
         for segment in &self.segments {
@@ -196,19 +194,42 @@ impl Group {
         if let Some(device) = &self.device {
             device.abort(&first);
         }
-        for rank in 0..self.num_ranks {
+        if let Some(net) = &self.net {
+            net.send_error(&first);
+        }
+        self.ring_all();
+        fault::as_error(&first, self.rank)
+    }
+
+    /// Wakes every waiter that shares memory with this rank.
+    fn ring_all(&self) {
+        for place in 0..self.segments.len() {
             for lane in 0..self.lanes.len() {
-                self.doorbell(rank, lane).ring();
+                self.doorbell(place, lane).ring();
             }
         }
-        fault::as_error(&first, self.rank)
+    }
+
+    /// This rank's own segment.
+    pub(crate) fn own_segment(&self) -> &Words {
+        &self.segments[self.topology.own_place()]
+    }
+
+    /// Takes over an error that came from another node, and passes it on.
+    pub(crate) fn poll_net(&self) {
+        if let Some(net) = &self.net
+            && !fault::is_set(self.own_segment())
+            && let Some(info) = net.received_error()
+        {
+            self.fail(&info);
+        }
     }
 
     /// Takes over what the device found out: an error there becomes the group's.
     pub(super) fn poll_device(&self) {
         if let Some(device) = &self.device
             && let Some(info) = device.error()
-            && !fault::is_set(&self.segments[self.rank])
+            && !fault::is_set(self.own_segment())
         {
             self.fail(&info);
         }
@@ -216,7 +237,13 @@ impl Group {
 
     /// How this rank exchanges memory with its peers.
     pub(super) fn reach(&self, deadline: Instant) -> Reach<'_> {
-        Reach { rank: self.rank, links: &self.links, device: self.backend.device.as_deref(), deadline }
+        Reach {
+            rank: self.rank,
+            topology: &self.topology,
+            links: &self.links,
+            device: self.backend.device.as_deref(),
+            deadline,
+        }
     }
 
     /// The error that broke the group, as this rank reports it.
@@ -229,10 +256,10 @@ impl Group {
         if let Some(info) = self.own_error.get() {
             return Some(info.clone());
         }
-        if !fault::is_set(&self.segments[self.rank]) {
+        if !fault::is_set(self.own_segment()) {
             return None;
         }
-        let known = fault::read(&self.segments[self.rank]);
+        let known = fault::read(self.own_segment());
         known.or_else(|| self.segments.iter().find_map(fault::read)).or_else(|| Some(fault::unfinished()))
     }
 
@@ -243,6 +270,7 @@ impl Group {
     pub(crate) fn check_usable(&self) -> Result<()> {
         self.check_open()?;
         self.poll_device();
+        self.poll_net();
         match self.first_error() {
             None => Ok(()),
             Some(info) => {
@@ -271,21 +299,30 @@ impl Group {
     /// The first error that broke the group, and per rank whether it is alive. Lock-free.
     pub fn health(&self, alive: &mut [bool]) -> Option<ErrorInfo> {
         self.poll_device();
+        self.poll_net();
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
         self.first_error().or_else(|| self.device.as_ref()?.take_call_error())
     }
 
-    /// True once `rank` has left the group or its process has ended.
+    /// True once `rank` has left the group or its process has ended; of a rank of another node, once the network
+    /// says so.
     pub(crate) fn has_left(&self, rank: usize) -> bool {
+        let Some(place) = self.topology.place(rank) else { return self.link_failure(rank).is_some() };
         // Acquire: pairs with the release in `leave`; what the rank wrote before it left is visible.
-        self.segments[rank].u32(layout::ALIVE).load(Ordering::Acquire) != ALIVE
+        self.segments[place].u32(layout::ALIVE).load(Ordering::Acquire) != ALIVE
             || self.links[rank].as_ref().is_some_and(Link::is_closed)
     }
 
-    pub(crate) fn doorbell(&self, rank: usize, lane: usize) -> Doorbell<'_> {
-        Doorbell::new(&self.segments[rank], self.layout.doorbell(lane), self.layout.sleeping(lane))
+    /// What the network says of a rank of another node that can be reached no more.
+    pub(crate) fn link_failure(&self, rank: usize) -> Option<&LinkFailure> {
+        self.net.as_ref()?.failure(&self.topology, rank)
+    }
+
+    /// The doorbell of the rank at `place`.
+    pub(crate) fn doorbell(&self, place: usize, lane: usize) -> Doorbell<'_> {
+        Doorbell::new(&self.segments[place], self.layout.doorbell(lane), self.layout.sleeping(lane))
     }
 
     pub(super) fn links(&self) -> &[Option<Link>] {
@@ -298,8 +335,8 @@ impl Group {
         GroupInfo {
             rank: self.rank,
             num_ranks: self.num_ranks,
-            num_nodes: self.node_of.iter().max().map_or(0, |node| node + 1),
-            node: self.node_of[self.rank],
+            num_nodes: self.topology.node_of().iter().max().map_or(0, |node| node + 1),
+            node: self.topology.node_of()[self.rank],
             backend: chosen(&self.backend),
             num_lanes: self.lanes.len(),
             timeout_ms: self.config.timeout_ms,
@@ -308,6 +345,19 @@ impl Group {
             memory_bytes: self.layout.bytes() as u64 * if self.device.is_some() { 2 } else { 1 },
             window_bytes,
             backend_reason: self.backend_reason(),
+            transport: if self.net.is_some() { Transport::Fabric } else { Transport::SharedMemory } as i32,
+            route: match (&self.net, self.topology.is_direct()) {
+                (None, _) => 0,
+                (Some(_), false) => Route::Relay as i32,
+                (Some(_), true) => Route::Direct as i32,
+            },
+            chunk_bytes: self.net.as_ref().map_or(0, |_| self.config.chunk_bytes as usize),
+            chunk_window: self.net.as_ref().map_or(0, |_| self.config.chunk_window as usize),
+            network_bytes: self.net.as_ref().map_or(0, Net::bytes),
+            transport_reason: match &self.net {
+                Some(net) => format!("{}: {}", net.describe(), self.transport_reason),
+                None => format!("shared memory: {}", self.transport_reason),
+            },
         }
     }
 
@@ -318,11 +368,23 @@ impl Group {
             _ => &self.backend.reason,
         };
         let what = self.backend.device.as_ref().map_or(String::from("host"), |device| device.describe());
-        let in_process = self.links.iter().filter(|link| link.is_none()).count();
+        let locals = self.topology.locals();
+        let in_process = locals.iter().filter(|&&local| self.links[local].is_none()).count();
+        let all = if self.net.is_some() { "the" } else { "all" };
         format!(
-            "{what}: {why}; all {} ranks map each other's memory ({in_process} of them in this process)",
-            self.num_ranks
+            "{what}: {why}; {all} {} ranks{} map each other's memory ({in_process} of them in this process)",
+            locals.len(),
+            if self.net.is_some() { " of this node" } else { "" },
         )
+    }
+
+    /// What went over this rank's links to ranks of other nodes: the peer, and the counts.
+    pub fn link_stats(&self) -> Vec<(usize, LinkStats)> {
+        let stats = |net: &Net| {
+            let links = self.topology.links().iter().enumerate();
+            links.map(|(link, &peer)| (peer, net.port.stats(link))).collect()
+        };
+        self.net.as_ref().map(stats).unwrap_or_default()
     }
 
     /// What this rank did with each peer.
@@ -401,13 +463,12 @@ impl Group {
 
     fn leave(&self) {
         // Release: pairs with the acquire in `has_left`; all this rank's words are final.
-        if self.segments[self.rank].u32(layout::ALIVE).swap(LEFT, Ordering::Release) == LEFT {
+        if self.own_segment().u32(layout::ALIVE).swap(LEFT, Ordering::Release) == LEFT {
             return;
         }
-        for rank in 0..self.num_ranks {
-            for lane in 0..self.lanes.len() {
-                self.doorbell(rank, lane).ring();
-            }
+        self.ring_all();
+        if let Some(net) = &self.net {
+            net.leave();
         }
     }
 }

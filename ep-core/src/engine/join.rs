@@ -1,68 +1,43 @@
-//! Making a group: the ranks compare their configs, map each other's segments and learn who shares a node.
+//! Making a group: the ranks compare their configs, find out who shares memory, map each other's segments, and
+//! connect to the ranks of other nodes.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use bytemuck::{Pod, Zeroable};
-
+use super::defaults::with_defaults;
 use super::device::{Backend, DeviceGroup, Membership};
 use super::device_segment::DeviceSegment;
 use super::group::ALIVE;
 use super::handover::hand_over;
+use super::hello::{self, Hello};
 use super::link::{Link, Listener};
+use super::network::{Net, with_chunks};
+use super::nodes::{self, Nodes};
 use super::share::{Offer, Reach};
+use super::topology::Topology;
 use crate::bootstrap::Bootstrap;
-use crate::config::{DEFAULT_TIMEOUT, GroupConfig, MAX_LANES, MAX_RANKS};
+use crate::config::{GroupConfig, MAX_RANKS};
 use crate::error::{Error, Result, Status};
 use crate::layout::{self, SegmentLayout};
 use crate::mem::{Mapping, Memory, SegmentId, Words, find, publish};
-use crate::wire::WIRE_VERSION;
 
 /// What a rank has once it is a member.
 pub(super) struct Joined {
     pub(super) config: GroupConfig,
+    pub(super) layout: SegmentLayout,
+    /// By place among the ranks that share memory.
     pub(super) segments: Vec<Words>,
+    /// By rank.
     pub(super) links: Vec<Option<Link>>,
     pub(super) device: Option<Box<dyn DeviceGroup>>,
-    pub(super) node_of: Vec<usize>,
+    pub(super) topology: Topology,
+    /// None: all ranks share memory.
+    pub(super) net: Option<Net>,
+    pub(super) transport_reason: String,
     /// Ranks that share this machine's cores.
     pub(super) ranks_here: usize,
-}
-
-/// The first thing that ranks tell each other.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Hello {
-    wire_version: u32,
-    config: HelloConfig,
-    node_id: u32,
-    segment: SegmentId,
-    /// The segment in the device's memory.
-    device_bytes: u64,
-    device_segment: SegmentId,
-    /// Secret of the socket from which the segments' descriptors come.
-    socket: SegmentId,
-}
-
-impl Hello {
-    fn device_offer(&self) -> Offer {
-        Offer { bytes: self.device_bytes as usize, id: self.device_segment }
-    }
-}
-
-/// The part of the config on which all ranks must agree.
-#[derive(Clone, Copy, Pod, Zeroable, PartialEq)]
-#[repr(C)]
-struct HelloConfig {
-    backend: i32,
-    /// `EP_BACKEND_` that was chosen.
-    chosen: i32,
-    num_lanes: u32,
-    timeout_ms: u32,
-    max_local_experts: u32,
-    ring_bytes: u32,
 }
 
 /// What a rank says when it has mapped its peers, or why it could not.
@@ -81,56 +56,71 @@ pub(super) fn join(
             "rank {rank} of {num_ranks}: expected 1 to {MAX_RANKS} ranks and a rank below their number"
         )));
     }
-    let config = with_defaults(config, backend, num_ranks)?;
-    let layout = SegmentLayout::new(&config, num_ranks);
-    let (mapping, fd) = Mapping::create(layout.bytes())?;
-    let own = Arc::new(mapping);
-    let segment = publish(&Memory::Host(own.clone()))?;
-    let own_device = DeviceSegment::allocate(backend, layout.bytes())?;
+    let mut config = with_defaults(config, backend, num_ranks)?;
     let mut socket = SegmentId::default();
     getrandom::fill(&mut socket).map_err(|e| Error::system("getrandom", e))?;
     let listener = Listener::new(socket)?;
-    let words = Words::new(own);
-    // Release: pairs with the acquire in `Group::has_left`.
-    words.u32(layout::ALIVE).store(ALIVE, Ordering::Release);
+    let hello = Hello::new(&config, backend, socket)?;
+    let hellos = hello::exchange(bootstrap, &hello, deadline)?;
+    hello::compare(&hellos, backend)?;
+    let found = nodes::find(&config, backend, bootstrap, &listener, &hellos, deadline);
+    let own = found.and_then(|nodes| Prepared::new(&mut config, backend, rank, nodes, deadline));
+    let offers = exchange_offers(bootstrap, &own, deadline)?;
+    let own = own?;
 
-    let hello = Hello {
-        wire_version: WIRE_VERSION,
-        config: agreed(&config, backend),
-        node_id: config.node_id,
-        segment,
-        socket,
-        device_segment: own_device.offer().id,
-        device_bytes: own_device.offer().bytes as u64,
-    };
-    let hellos = exchange(bootstrap, &hello, deadline)?;
-    compare(&hellos, backend)?;
+    let layout = own.layout;
+    let Prepared { topology, asking, reason, words, fd, device, mut net, .. } = own;
+    let mapped =
+        map_peers((rank, &words, &fd), listener, asking, &topology, &offers, layout.bytes(), deadline)
+            .and_then(|(segments, links)| {
+                let reach = Reach {
+                    rank,
+                    topology: &topology,
+                    links: &links,
+                    device: backend.device.as_deref(),
+                    deadline,
+                };
+                let node_of = topology.node_of().to_vec();
+                let membership =
+                    Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
+                let device = device.join(backend, &reach, &offers.device, membership)?;
+                if let Some(net) = &mut net {
+                    net.connect(&topology, &offers.ports, deadline)?;
+                }
+                Ok((segments, links, device))
+            });
+    let (segments, links, device) = settle(bootstrap, mapped, deadline)?;
+    if let Some(net) = &net {
+        settle(bootstrap, net.port.probe(deadline), deadline)?;
+    }
+    let ranks_here = topology.locals().len();
+    Ok(Joined {
+        config,
+        layout,
+        segments,
+        links,
+        device,
+        topology,
+        net,
+        transport_reason: reason,
+        ranks_here,
+    })
+}
 
-    let node_of = number_nodes(&hellos);
-    let mapped = map_peers(rank, words, fd, listener, &hellos, layout.bytes(), deadline).and_then(
-        |(segments, links)| {
-            let reach = Reach { rank, links: &links, device: backend.device.as_deref(), deadline };
-            let node_of = node_of.clone();
-            let membership = Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
-            let offers: Vec<Offer> = hellos.iter().map(Hello::device_offer).collect();
-            let device = own_device.join(backend, &reach, &offers, membership)?;
-            Ok((segments, links, device))
-        },
-    );
-    let answer = mapped.as_ref().err().map_or(READY.to_vec(), refusal);
+/// Ends a part of joining that each rank did by itself: all go on, or none.
+pub(super) fn settle<T>(bootstrap: &mut dyn Bootstrap, own: Result<T>, deadline: Instant) -> Result<T> {
+    let answer = own.as_ref().err().map_or(READY.to_vec(), refusal);
     let answers = match bootstrap.all_gather(&answer, deadline) {
         Ok(answers) => answers,
         // Whom this rank waited for until the deadline says more than who was then late for the answers.
         Err(error) => {
-            return Err(mapped.err().filter(|own| own.status == Status::Bootstrap).unwrap_or(error));
+            return Err(own.err().filter(|own| own.status == Status::Bootstrap).unwrap_or(error));
         }
     };
-    if let Some(refused) = root_cause(&answers).filter(|&refused| refused != rank) {
-        let text = String::from_utf8_lossy(&answers[refused][1..]).into_owned();
-        return Err(Error::new(Status::Bootstrap, format!("rank {refused} could not join: {text}")));
+    if let Some(refused) = root_cause(&answers).filter(|&refused| refused != bootstrap.rank()) {
+        return Err(could_not_join(refused, &answers[refused]));
     }
-    let (segments, links, device) = mapped?;
-    Ok(Joined { config, segments, links, device, node_of, ranks_here: num_ranks })
+    own
 }
 
 /// What a rank that failed answers: how far its error is from the cause, and the text.
@@ -151,189 +141,136 @@ fn root_cause(answers: &[Vec<u8>]) -> Option<usize> {
     refused.min_by_key(|(_, answer)| answer[0]).map(|(rank, _)| rank)
 }
 
-fn with_defaults(config: &GroupConfig, backend: &Backend, num_ranks: usize) -> Result<GroupConfig> {
-    let mut config = *config;
-    let or = |value: u32, default: u32| if value == 0 { default } else { value };
-    config.num_lanes = or(config.num_lanes, 2);
-    config.timeout_ms = or(config.timeout_ms, DEFAULT_TIMEOUT.as_millis() as u32);
-    config.max_local_experts = or(config.max_local_experts, 256);
-    if config.num_lanes as usize > MAX_LANES {
-        return Err(Error::invalid(format!(
-            "num_lanes is {}, expected at most {MAX_LANES}; 0 means 2",
-            config.num_lanes
-        )));
-    }
-    if config.max_local_experts > 1 << 20 {
-        return Err(Error::invalid(format!(
-            "max_local_experts is {}, expected at most {}",
-            config.max_local_experts,
-            1 << 20
-        )));
-    }
-    if config.ring_bytes as usize > layout::RING_MAX {
-        return Err(Error::invalid(format!(
-            "ring_bytes is {}, expected at most {}; 0 chooses",
-            config.ring_bytes,
-            layout::RING_MAX
-        )));
-    }
-    match (config.backend, &backend.device) {
-        (BACKEND_AUTO, _) | (BACKEND_HOST, None) | (BACKEND_CUDA, Some(_)) => {}
-        (BACKEND_HOST, Some(device)) => {
-            return Err(Error::invalid(format!("backend is EP_BACKEND_HOST, not {}", device.describe())));
-        }
-        (BACKEND_CUDA, None) => {
-            return Err(Error::new(
-                Status::Unsupported,
-                format!(
-                    "EP_BACKEND_CUDA: {}; use EP_BACKEND_HOST or EP_BACKEND_AUTO",
-                    if backend.reason.is_empty() {
-                        "the group is made without a device"
-                    } else {
-                        &backend.reason
-                    }
-                ),
-            ));
-        }
-        (other, _) => {
-            return Err(Error::invalid(format!("backend is {other}, expected an EP_BACKEND_ value, 0 to 2")));
-        }
-    }
-    if let Some(device) = &backend.device {
-        if num_ranks > device.max_ranks() {
-            return Err(Error::new(
-                Status::Unsupported,
-                format!(
-                    "{num_ranks} ranks, expected at most {} on {}",
-                    device.max_ranks(),
-                    device.describe()
-                ),
-            ));
-        }
-        if config.ring_bytes == 0 {
-            config.ring_bytes = device.ring_bytes(num_ranks) as u32;
-        }
-    }
-    config.ring_bytes = layout::ring_bytes(config.ring_bytes, num_ranks) as u32;
-    Ok(config)
+/// What a rank has made by itself, before its peers have it.
+struct Prepared {
+    topology: Topology,
+    asking: Vec<(usize, OwnedFd)>,
+    reason: String,
+    layout: SegmentLayout,
+    words: Words,
+    fd: OwnedFd,
+    id: SegmentId,
+    device: DeviceSegment,
+    net: Option<Net>,
 }
 
-fn agreed(config: &GroupConfig, backend: &Backend) -> HelloConfig {
-    HelloConfig {
-        backend: config.backend,
-        chosen: chosen(backend),
-        num_lanes: config.num_lanes,
-        timeout_ms: config.timeout_ms,
-        max_local_experts: config.max_local_experts,
-        ring_bytes: config.ring_bytes,
+impl Prepared {
+    fn new(
+        config: &mut GroupConfig,
+        backend: &Backend,
+        rank: usize,
+        nodes: Nodes,
+        deadline: Instant,
+    ) -> Result<Prepared> {
+        let Nodes { topology, asking, reason } = nodes;
+        config.ring_bytes = layout::ring_bytes(config.ring_bytes, topology.largest_node()) as u32;
+        let layout = SegmentLayout::new(config, topology.node_of().len(), topology.neighbours());
+        let (mapping, fd) = Mapping::create(layout.bytes())?;
+        let own = Arc::new(mapping);
+        let id = publish(&Memory::Host(own.clone()))?;
+        let device = DeviceSegment::allocate(backend, layout.bytes())?;
+        let words = Words::new(own);
+        // Release: pairs with the acquire in `Group::has_left`.
+        words.u32(layout::ALIVE).store(ALIVE, Ordering::Release);
+        let net = match &backend.network {
+            Some(network) if topology.is_networked() => {
+                if let Some(device) = &backend.device {
+                    let text =
+                        format!("{} has no transport between nodes; use EP_BACKEND_HOST", device.describe());
+                    return Err(Error::new(Status::Unsupported, text));
+                }
+                with_chunks(config, &topology);
+                Some(Net::open(&**network, config, rank, &topology, (&words, &layout), deadline)?)
+            }
+            _ => None,
+        };
+        Ok(Prepared { topology, asking, reason, layout, words, fd, id, device, net })
+    }
+
+    /// What the others need to know.
+    fn offer(&self) -> Vec<u8> {
+        let device = self.device.offer();
+        let port = self.net.as_ref().map_or(&[][..], |net| net.port.offer());
+        [&[OFFER][..], &self.id, &device.id, &(device.bytes as u64).to_le_bytes(), port].concat()
     }
 }
 
-/// The `EP_BACKEND_` of a backend.
-pub(super) fn chosen(backend: &Backend) -> i32 {
-    if backend.device.is_some() { BACKEND_CUDA } else { BACKEND_HOST }
+/// What the ranks told, by rank.
+struct Offers {
+    host: Vec<SegmentId>,
+    device: Vec<Offer>,
+    ports: Vec<Vec<u8>>,
 }
 
-/// `EP_BACKEND_AUTO`.
-const BACKEND_AUTO: i32 = 0;
-/// `EP_BACKEND_HOST`.
-pub(super) const BACKEND_HOST: i32 = 1;
-/// `EP_BACKEND_CUDA`.
-const BACKEND_CUDA: i32 = 2;
+/// First byte of a rank's message; then the segment's id, the device's id and size, and how to connect to the port.
+const OFFER: u8 = 0xFF;
+const OFFER_BYTES: usize = 1 + 2 * size_of::<SegmentId>() + 8;
 
-fn exchange(bootstrap: &mut dyn Bootstrap, hello: &Hello, deadline: Instant) -> Result<Vec<Hello>> {
-    let blobs = bootstrap.all_gather(bytemuck::bytes_of(hello), deadline)?;
-    let parse = |(rank, blob): (usize, &Vec<u8>)| {
-        // The version comes first, so that it can be read whatever follows.
-        let version = blob.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
-        bytemuck::try_pod_read_unaligned::<Hello>(blob)
-            .ok()
-            .filter(|hello| hello.wire_version == WIRE_VERSION)
-            .ok_or_else(|| {
-                Error::new(
-                    Status::Mismatch,
-                    format!(
-                        "rank {rank} speaks version {version} of the memory layout, this rank version \
-                     {WIRE_VERSION}; load one version of the library on all ranks"
-                    ),
-                )
-            })
+/// Tells the others of this rank's segment, or why there is none.
+fn exchange_offers(
+    bootstrap: &mut dyn Bootstrap,
+    own: &Result<Prepared>,
+    deadline: Instant,
+) -> Result<Offers> {
+    let blob = match own {
+        Ok(own) => own.offer(),
+        Err(error) => refusal(error),
     };
-    blobs.iter().enumerate().map(parse).collect()
-}
-
-/// Finds the first rank whose config differs from rank 0's, the same way on every rank.
-fn compare(hellos: &[Hello], backend: &Backend) -> Result<()> {
-    let first = &hellos[0].config;
-    for (rank, hello) in hellos.iter().enumerate() {
-        let config = &hello.config;
-        if (config.backend, first.backend) == (BACKEND_AUTO, BACKEND_AUTO) && config.chosen != first.chosen {
-            let name = |chosen| if chosen == BACKEND_HOST { "the host" } else { "CUDA" };
-            return Err(Error::new(
-                Status::Mismatch,
-                format!(
-                    "EP_BACKEND_AUTO chose {} on rank 0 and {} on rank {rank} (here: {}); ask for one backend",
-                    name(first.chosen),
-                    name(config.chosen),
-                    backend.reason
-                ),
-            ));
-        }
-        let fields = [
-            ("backend", config.backend as u32, first.backend as u32),
-            ("num_lanes", config.num_lanes, first.num_lanes),
-            ("timeout_ms", config.timeout_ms, first.timeout_ms),
-            ("max_local_experts", config.max_local_experts, first.max_local_experts),
-            ("ring_bytes", config.ring_bytes, first.ring_bytes),
-        ];
-        if let Some((name, theirs, ours)) = fields.into_iter().find(|(_, theirs, ours)| theirs != ours) {
-            return Err(Error::new(
-                Status::Mismatch,
-                format!(
-                    "ranks 0 and {rank} differ in {name} ({ours} and {theirs}); give every rank the same config"
-                ),
-            ));
-        }
-        if (hello.node_id == 0) != (hellos[0].node_id == 0) {
-            return Err(Error::new(
-                Status::Mismatch,
-                format!(
-                    "ranks 0 and {rank} differ in node_id ({} and {}); give it on every rank or on none",
-                    hellos[0].node_id, hello.node_id
-                ),
-            ));
-        }
+    let blobs = bootstrap.all_gather(&blob, deadline)?;
+    let is_offer = |blob: &Vec<u8>| blob.first() == Some(&OFFER) && blob.len() >= OFFER_BYTES;
+    let refused = blobs.iter().enumerate().filter(|(_, blob)| !is_offer(blob));
+    if let Some((rank, why)) = refused.min_by_key(|(_, blob)| blob.first().copied()) {
+        return Err(match own {
+            Err(error) if rank == bootstrap.rank() => error.clone(),
+            _ => could_not_join(rank, why),
+        });
     }
-    Ok(())
+    let mut offers = Offers { host: Vec::new(), device: Vec::new(), ports: Vec::new() };
+    for blob in &blobs {
+        let (mut id, mut device_id) = (SegmentId::default(), SegmentId::default());
+        id.copy_from_slice(&blob[1..17]);
+        device_id.copy_from_slice(&blob[17..33]);
+        let bytes = blob[33..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes)) as usize;
+        offers.host.push(id);
+        offers.device.push(Offer { bytes, id: device_id });
+        offers.ports.push(blob[OFFER_BYTES..].to_vec());
+    }
+    Ok(offers)
 }
 
-/// Maps the segments of all ranks: those of this process are found in its registry, the others come as
-/// descriptors.
+fn could_not_join(rank: usize, refusal: &[u8]) -> Error {
+    let why = String::from_utf8_lossy(refusal.get(1..).unwrap_or_default());
+    Error::new(Status::Bootstrap, format!("rank {rank} could not join: {why}"))
+}
+
+/// Maps the segments of the ranks that share memory: those of this process are found in its registry, the others
+/// come as descriptors. Returns segments by place, and links by rank.
 fn map_peers(
-    rank: usize,
-    own: Words,
-    own_fd: OwnedFd,
+    own: (usize, &Words, &OwnedFd),
     listener: Listener,
-    hellos: &[Hello],
+    asking: Vec<(usize, OwnedFd)>,
+    topology: &Topology,
+    offers: &Offers,
     bytes: usize,
     deadline: Instant,
 ) -> Result<(Vec<Words>, Vec<Option<Link>>)> {
-    let of_host = |hello: &Hello| find(&hello.segment).and_then(|memory| memory.host().cloned());
-    let here: Vec<Option<Arc<Mapping>>> = hellos.iter().map(of_host).collect();
-    let elsewhere: Vec<(usize, SegmentId)> = (0..hellos.len())
-        .filter(|&peer| here[peer].is_none())
-        .map(|peer| (peer, hellos[peer].socket))
-        .collect();
-    let mut links: Vec<Option<Link>> = hellos.iter().map(|_| None).collect();
-    for (peer, link) in listener.connect(rank, &elsewhere, deadline)? {
+    let ((rank, words, fd), ids) = (own, &offers.host);
+    let mut links: Vec<Option<Link>> = ids.iter().map(|_| None).collect();
+    for (peer, link) in listener.connect(asking, deadline)? {
         links[peer] = Some(link);
     }
-    let mut segments: Vec<Option<Words>> = here.into_iter().map(|mapping| mapping.map(Words::new)).collect();
-    segments[rank] = Some(own);
+    let mut segments: Vec<Option<Words>> = ids.iter().map(|_| None).collect();
+    for &peer in topology.locals() {
+        if links[peer].is_none() {
+            let host = find(&ids[peer]).and_then(|memory| memory.host().cloned());
+            segments[peer] = host.map(Words::new);
+        }
+    }
+    segments[rank] = Some(words.clone());
     hand_over(
         &links,
         SEGMENT_TAG,
-        Some(own_fd.as_fd()),
+        Some(fd.as_fd()),
         |_| true,
         deadline,
         |peer, fd| {
@@ -341,25 +278,13 @@ fn map_peers(
             Ok(())
         },
     )?;
-    let absent = |peer| Error::new(Status::Bootstrap, format!("rank {peer} did not connect"));
-    let segments =
-        segments.into_iter().enumerate().map(|(peer, segment)| segment.ok_or_else(|| absent(peer)));
-    Ok((segments.collect::<Result<Vec<Words>>>()?, links))
+    let by_place = |&peer: &usize| {
+        let absent = || Error::new(Status::Bootstrap, format!("rank {peer} did not connect"));
+        segments[peer].take().ok_or_else(absent)
+    };
+    let mapped: Vec<Words> = topology.locals().iter().map(by_place).collect::<Result<_>>()?;
+    Ok((mapped, links))
 }
 
 /// Tag of a descriptor that is a segment; windows use their number.
 const SEGMENT_TAG: u64 = 0;
-
-/// Nodes by id, numbered from 0 in order of first appearance. All ranks mapped each other, so without
-/// ids there is one node.
-fn number_nodes(hellos: &[Hello]) -> Vec<usize> {
-    let mut ids: Vec<u32> = Vec::new();
-    let number = |hello: &Hello| match ids.iter().position(|&id| id == hello.node_id) {
-        Some(node) => node,
-        None => {
-            ids.push(hello.node_id);
-            ids.len() - 1
-        }
-    };
-    hellos.iter().map(number).collect()
-}

@@ -4,9 +4,10 @@ use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::topology::Topology;
 use crate::config::PeerStats;
 use crate::error::{Error, Result, Status};
-use crate::host::{LaneScratch, StoreChoice};
+use crate::host::{BetweenState, LaneScratch, StoreChoice};
 
 /// One lane of one rank. One call at a time.
 pub(crate) struct Lane {
@@ -22,10 +23,12 @@ unsafe impl Sync for Lane {}
 pub(crate) struct LaneState {
     /// The number of the last call; the next one is one higher, on every rank.
     pub(crate) epoch: u64,
-    /// How far this rank is in the rings it shares with each peer.
+    /// How far this rank is in the rings of each channel.
     pub(crate) rings: Vec<RingPositions>,
     /// Working memory of calls, kept so that calls do not allocate.
     pub(crate) scratch: LaneScratch,
+    /// How far this rank is in the messages of its links.
+    pub(crate) between: BetweenState,
 }
 
 /// Byte and request counts since the group was made; the words in the segments follow them.
@@ -44,16 +47,17 @@ pub(crate) struct RingPositions {
 }
 
 impl Lane {
-    pub(crate) fn new(num_ranks: usize) -> Lane {
+    pub(crate) fn new(topology: &Topology) -> Lane {
         let state = LaneState {
             epoch: 0,
-            rings: vec![RingPositions::default(); num_ranks],
-            scratch: LaneScratch::new(num_ranks),
+            rings: vec![RingPositions::default(); topology.neighbours().num_channels()],
+            scratch: LaneScratch::new(topology),
+            between: BetweenState::new(topology),
         };
         Lane {
             busy: AtomicBool::new(false),
             state: UnsafeCell::new(state),
-            counters: (0..num_ranks).map(|_| Counters::default()).collect(),
+            counters: topology.node_of().iter().map(|_| Counters::default()).collect(),
         }
     }
 

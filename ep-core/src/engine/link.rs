@@ -64,39 +64,32 @@ impl Listener {
         Ok(Listener { socket, secret })
     }
 
-    /// Connects to `peers` (rank, secret) and accepts their connections. Returns links by rank.
+    /// Accepts the connections of the ranks in `asking`, to which [`Listener::ask`] has connected. Returns links by
+    /// rank.
     ///
     /// # Errors
-    /// [`Status::Bootstrap`] naming the first peer that gave up, or is missing at the deadline,
-    /// [`Status::Unsupported`] if a peer's address does not exist here: it is on another machine.
+    /// [`Status::Bootstrap`] naming the first peer that gave up, or is missing at the deadline.
     pub(super) fn connect(
         self,
-        own_rank: usize,
-        peers: &[(usize, SegmentId)],
+        asking: Vec<(usize, OwnedFd)>,
         deadline: Instant,
     ) -> Result<Vec<(usize, Link)>> {
-        let mut asking = Vec::with_capacity(peers.len());
-        for (rank, secret) in peers {
-            asking.push(self.ask(own_rank, *rank, secret)?);
-        }
-        let mut answering: Vec<Option<OwnedFd>> = peers.iter().map(|_| None).collect();
+        let mut answering: Vec<Option<OwnedFd>> = asking.iter().map(|_| None).collect();
         while let Some(missing) = answering.iter().position(Option::is_none) {
-            self.wait_connection(asking[missing].as_fd(), deadline, peers[missing].0)?;
+            let (peer, socket) = &asking[missing];
+            self.wait_connection(socket.as_fd(), deadline, *peer)?;
             if let Some((rank, socket)) = self.accept(deadline)?
-                && let Some(index) = peers.iter().position(|peer| peer.0 == rank)
+                && let Some(index) = asking.iter().position(|peer| peer.0 == rank)
             {
                 answering[index] = Some(socket);
             }
         }
         let pairs = asking.into_iter().zip(answering.into_iter().flatten());
-        Ok(peers
-            .iter()
-            .zip(pairs)
-            .map(|(peer, (asking, answering))| {
-                let process = process_of(answering.as_fd());
-                (peer.0, Link { asking, answering, process })
-            })
-            .collect())
+        let link = |((rank, asking), answering): ((usize, OwnedFd), OwnedFd)| {
+            let process = process_of(answering.as_fd());
+            (rank, Link { asking, answering, process })
+        };
+        Ok(pairs.map(link).collect())
     }
 
     /// Waits for a connection. `asking` goes to a peer that has not connected yet: it is closed when that
@@ -114,14 +107,19 @@ impl Listener {
         Ok(())
     }
 
-    fn ask(&self, own_rank: usize, peer: usize, secret: &SegmentId) -> Result<OwnedFd> {
+    /// Connects to a peer's listener.
+    ///
+    /// # Errors
+    /// [`Status::Unsupported`] if its address does not exist here: it is on another machine.
+    /// [`Status::Bootstrap`] or [`Status::System`] otherwise.
+    pub(super) fn ask(&self, own_rank: usize, peer: usize, secret: &SegmentId) -> Result<OwnedFd> {
         let socket = socket()?;
         rustix::net::connect(&socket, &address(secret)?).map_err(|e| {
             Error::new(
                 Status::Unsupported,
                 format!(
                     "rank {own_rank} cannot reach the shared memory of rank {peer} ({e}): it runs on another \
-                     machine or in another network namespace, and this build has no network transport"
+                     machine or in another network namespace, and there is no network transport between them"
                 ),
             )
         })?;

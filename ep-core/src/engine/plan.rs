@@ -70,7 +70,8 @@ unsafe impl Sync for PlanMemory {}
 
 fn shape_of(group: &Group, config: &PlanConfig) -> Result<PlanShape> {
     let limits = (group.config.num_lanes as usize, group.config.max_local_experts as usize);
-    PlanShape::new(config, group.rank, group.num_ranks, limits.0, limits.1)
+    let shape = PlanShape::new(config, group.rank, group.num_ranks, limits.0, limits.1)?;
+    Ok(shape.with_cells(group.topology.cell_of(), group.topology.cells().len()))
 }
 
 impl Plan {

@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::device::Device;
 use super::handover::hand_over;
 use super::link::Link;
+use super::topology::Topology;
 use crate::error::{Error, Result, Status};
 use crate::mem::{Mapping, Memory, SegmentId, find};
 
@@ -21,7 +22,8 @@ pub(super) struct Offer {
 /// How this rank reaches its peers.
 pub(super) struct Reach<'a> {
     pub(super) rank: usize,
-    /// None for ranks of this process.
+    pub(super) topology: &'a Topology,
+    /// None for ranks of this process, and for those of other nodes.
     pub(super) links: &'a [Option<Link>],
     /// None: the memory is the host's.
     pub(super) device: Option<&'a dyn Device>,
@@ -29,7 +31,7 @@ pub(super) struct Reach<'a> {
 }
 
 impl Reach<'_> {
-    /// Gives the peers this rank's memory, by its descriptor, and returns every rank's memory as this rank
+    /// Gives the peers of this node this rank's memory, by its descriptor, and returns their memory as this rank
     /// maps it. `tag` is new on every rank and the same on all. Collective.
     ///
     /// # Errors
@@ -51,7 +53,7 @@ impl Reach<'_> {
             });
             Ok(())
         })?;
-        for peer in (0..offers.len()).filter(|&peer| has_memory(peer)) {
+        for peer in self.topology.locals().iter().copied().filter(|&peer| has_memory(peer)) {
             if all[peer].is_none() {
                 all[peer] = Some(self.find(peer, &offers[peer].id)?);
             }

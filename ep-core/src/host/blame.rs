@@ -5,6 +5,7 @@
 //! the one it names; the first on this way that does not count is the cause.
 
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::exchange::{Exchange, Missing};
 use super::wait::SLICE;
@@ -30,9 +31,7 @@ impl Exchange<'_> {
         self.looks = self.looks.wrapping_add(1);
         let says = u64::from(self.looks) << 32 | (peer as u64 + 1);
         // Relaxed: the word is read by itself, at deadlines only.
-        self.group.segments[self.group.rank]
-            .u64(self.group.layout.waiting(self.lane))
-            .store(says, Ordering::Relaxed);
+        self.group.own_segment().u64(self.group.layout.waiting(self.lane)).store(says, Ordering::Relaxed);
     }
 
     /// Takes back what `announce` said.
@@ -40,15 +39,15 @@ impl Exchange<'_> {
         if self.looks != 0 {
             self.looks = 0;
             // Relaxed: as in `announce`.
-            self.group.segments[self.group.rank]
-                .u64(self.group.layout.waiting(self.lane))
-                .store(0, Ordering::Relaxed);
+            self.group.own_segment().u64(self.group.layout.waiting(self.lane)).store(0, Ordering::Relaxed);
         }
     }
 
+    /// Nothing, for a rank of another node.
     fn says(&self, rank: usize) -> Says {
+        let Some(place) = self.group.topology.place(rank) else { return Says(0) };
         // Relaxed: as in `announce`.
-        Says(self.group.segments[rank].u64(self.group.layout.waiting(self.lane)).load(Ordering::Relaxed))
+        Says(self.group.segments[place].u64(self.group.layout.waiting(self.lane)).load(Ordering::Relaxed))
     }
 
     /// The rank that holds this call up, at its deadline: `missing.first`, or whom the missing wait for.
@@ -56,18 +55,12 @@ impl Exchange<'_> {
     /// # Errors
     /// What broke the group meanwhile.
     pub(super) fn culprit(&mut self, missing: &Missing, first: usize) -> Result<usize> {
-        if missing.count == 1 && self.says(first).awaited().is_none() {
+        let is_local = self.group.topology.place(first).is_some();
+        if missing.count == 1 && is_local && self.says(first).awaited().is_none() {
             return Ok(first);
         }
         let before: Vec<Says> = (0..self.group.num_ranks).map(|rank| self.says(rank)).collect();
-        for _ in 0..WATCHED_SLICES {
-            let seen = self.bell();
-            if let Some(error) = self.group.broken() {
-                return Err(error);
-            }
-            self.announce(first);
-            self.own_bell().sleep(seen, SLICE);
-        }
+        self.watch(first)?;
         let victim = |rank: usize| {
             let says = self.says(rank);
             says.awaited().filter(|_| says != before[rank])
@@ -81,6 +74,26 @@ impl Exchange<'_> {
                 _ => break,
             }
         }
+        // What the ranks of another node wait for can be seen there only, and they tell.
+        if self.group.topology.place(culprit).is_none() {
+            self.watch(first)?;
+            self.watch(first)?;
+        }
         Ok(culprit)
+    }
+
+    /// Lets a moment pass in which others count, or say what broke the group.
+    fn watch(&mut self, first: usize) -> Result<()> {
+        let end = Instant::now() + WATCHED_SLICES * SLICE;
+        while Instant::now() < end {
+            let seen = self.bell();
+            self.group.poll_net();
+            if let Some(error) = self.group.broken() {
+                return Err(error);
+            }
+            self.announce(first);
+            self.own_bell().sleep(seen, SLICE);
+        }
+        Ok(())
     }
 }

@@ -1,18 +1,27 @@
 //! `ep_combine`: the owner of a token reads its rows where the experts left them, in windows, or takes
-//! them from rings in the order in which it asked for them; and adds them.
+//! them from rings in the order in which it asked for them; asks for what other nodes hold; and adds all of it.
 
+use super::ask::{ask, discard_old_answers, missing_answers};
+use super::between::{BetweenState, Told};
 use super::call::CombineCall;
 use super::exchange::{Exchange, Missing};
-use super::reduce::{Close, Reduction, Term, reduce};
-use super::scratch::{DirectPlace, Fetching, LaneScratch};
-use super::send::row_end;
-use super::serve::{Server, request_rows, take_token_pieces};
+use super::gather::Gatherer;
+use super::item::row_end;
+use super::owner::Owner;
+use super::pack::padded as padded_record;
+use super::response::{Form, Response};
+use super::scratch::LaneScratch;
+use super::scratch_between::SourceState;
+use super::serve::Server;
 use super::update::Updated;
-use crate::config::{Layout, MAX_TOPK, PeerStats, ReduceOrder};
-use crate::engine::{Group, LaneState, RingPositions, WindowTable};
-use crate::error::Result;
-use crate::plan::{NO_ROW, PlanShape, PlanState};
-use crate::wire::{DescBody, FLAG_ORDER_SHIFT, FLAG_ROW_WEIGHTS, FLAG_WIRE_BF16, OP_COMBINE};
+use crate::config::{Layout, PeerStats};
+use crate::engine::{Group, LaneState, WindowTable};
+use crate::error::{Error, Result, Status};
+use crate::net::Kind;
+use crate::plan::{PlanShape, PlanState};
+use crate::wire::{
+    CHUNK_BYTES, DescBody, FLAG_ORDER_SHIFT, FLAG_ROW_WEIGHTS, FLAG_WIRE_BF16, OP_COMBINE, RECORD_ALIGN,
+};
 
 /// Everything that the two sides of a combine share.
 pub(super) struct Combine<'a> {
@@ -23,19 +32,46 @@ pub(super) struct Combine<'a> {
     pub(super) num_tokens: usize,
     /// Columns of one piece of a row in a ring: the rows of a token fit a quarter of it together.
     pub(super) piece_cols: usize,
+    /// The layout of answers between nodes.
+    pub(super) response: Response,
 }
 
-/// One term before its address is known.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Wanted {
-    pub(super) rank: usize,
-    pub(super) slot: usize,
-    pub(super) row: u32,
-    /// How many earlier rows of the token the same rank has.
-    pub(super) ordinal: usize,
-}
+impl<'a> Combine<'a> {
+    fn new(
+        group: &'a Group,
+        shape: &'a PlanShape,
+        state: &'a PlanState<'a>,
+        updated: &Updated,
+        call: &'a CombineCall,
+    ) -> Result<Combine<'a>> {
+        let piece_cols = piece_cols(group.layout.ring_bytes(), shape, call);
+        let response = Response::new(group, shape, call);
+        let combine =
+            Combine { group, shape, state, call, num_tokens: updated.num_tokens, piece_cols, response };
+        combine.check_messages()?;
+        Ok(combine)
+    }
 
-impl Combine<'_> {
+    /// Refuses a call of which not even a column of a token fits a message.
+    fn check_messages(&self) -> Result<()> {
+        let Some(net) = &self.group.net else { return Ok(()) };
+        let smallest = self.response.head_bytes(0) + RECORD_ALIGN * self.shape.topk;
+        let asked = padded_record(4 * (1 + 3 * self.shape.topk));
+        let (room, request) = (net.chunk_bytes(Kind::Response), net.chunk_bytes(Kind::Request));
+        if CHUNK_BYTES + smallest <= room && CHUNK_BYTES + asked <= request {
+            return Ok(());
+        }
+        Err(Error::new(
+            Status::Capacity,
+            format!(
+                "a token with topk {} needs {smallest} bytes of an answer and {asked} of a request, and messages \
+                 between nodes have {room} and {request}, {CHUNK_BYTES} of them for the header; raise chunk_bytes in \
+                 the group's config",
+                self.shape.topk
+            ),
+        ))
+    }
+
     /// Weights of a row that travel with it.
     pub(super) fn weights_per_row(&self) -> usize {
         match (&self.call.row_weights, self.shape.layout) {
@@ -45,38 +81,23 @@ impl Combine<'_> {
         }
     }
 
-    /// Bytes of a row's piece that begins at column `col`.
-    pub(super) fn piece_bytes(&self, col: usize) -> usize {
-        self.piece_cols.min(self.call.rows.cols - col) * self.call.rows.dtype.bytes()
+    /// Bytes of a row's piece that begins at column `col` of those before `end`.
+    pub(super) fn piece_bytes(&self, col: usize, end: usize) -> usize {
+        self.piece_cols.min(end - col) * self.call.rows.dtype.bytes()
     }
 
-    /// The rows of a token, in slot order, without those that were dropped. `peers` knows the holders.
-    pub(super) fn wanted(&self, peers: &[Fetching], token: usize, wanted: &mut [Wanted; MAX_TOPK]) -> usize {
-        let mut count = 0;
-        for slot in token * self.shape.topk..(token + 1) * self.shape.topk {
-            let expert = self.state.expert[slot];
-            if expert < 0 {
-                continue;
-            }
-            let rank = self.shape.experts.owner(expert);
-            let position = match self.shape.layout {
-                Layout::Flat if self.state.rank_pos[slot] == NO_ROW => continue,
-                Layout::Flat => self.state.rank_pos[slot],
-                Layout::ExpertMajor => self.state.slot_pos[slot],
-            };
-            let word = match self.shape.layout {
-                Layout::Flat => 0,
-                Layout::ExpertMajor => 1 + (expert as u32 - self.shape.experts.first(rank)) as usize,
-            };
-            // SAFETY: the holder's tail has this word, and outlives the call.
-            let row = unsafe { *peers[rank].tail.add(word) } + position;
-            if u64::from(row) < peers[rank].capacity {
-                let ordinal = wanted[..count].iter().filter(|earlier| earlier.rank == rank).count();
-                wanted[count] = Wanted { rank, slot, row, ordinal };
-                count += 1;
-            }
+    /// Whether owners tell relays the factors: where relays add.
+    pub(super) fn asks_with_weights(&self) -> bool {
+        self.shape.layout == Layout::ExpertMajor && self.response.form != Form::Rows
+    }
+
+    /// The factor of a token's slot; 1 if the caller gave none.
+    pub(super) fn topk_weight(&self, token: usize, slot: usize) -> f32 {
+        match &self.call.topk_weights {
+            // SAFETY: [tokens, topk] fp32, readable by the caller's word.
+            Some(weights) => unsafe { row_end(weights, token, slot).address.cast::<f32>().read() },
+            None => 1.0,
         }
-        count
     }
 }
 
@@ -89,47 +110,65 @@ pub(crate) fn combine(
     updated: &Updated,
     call: &CombineCall,
 ) -> Result<()> {
+    let combine = Combine::new(group, shape, state, updated, call)?;
     let windows = WindowTable::of(group);
     let body = describe(shape, updated, call, &windows);
     let mut exchange = Exchange::begin(group, shape.lane, lane, body, call.deadline);
-    let combine = Combine {
-        group,
-        shape,
-        state,
-        call,
-        num_tokens: updated.num_tokens,
-        piece_cols: piece_cols(group.layout.ring_bytes(), shape, call),
-    };
-    let words = shape.column_words();
-    let first = group.perturb.first_peer(group.rank, group.num_ranks);
-    for peer in (0..group.num_ranks).map(|i| (first + i) % group.num_ranks) {
-        let base = &state.base[peer * words..(peer + 1) * words];
-        exchange.publish(peer, &body, words, |tail| tail.copy_from_slice(base))?;
-    }
+    exchange.publish_bases(&body, shape.column_words(), state.base)?;
 
-    let LaneState { rings, scratch, .. } = lane;
-    let LaneScratch { fetching, serving, .. } = scratch;
-    let mut owner = Owner::new(&combine, &windows, fetching);
+    let LaneState { rings, scratch, between, .. } = lane;
+    let LaneScratch { fetching, serving, piecing, gathering, rows_read, .. } = scratch;
+    let told = Told { plan: Some((shape, state)) };
+    let mut owner = Owner::new(&combine, &windows, fetching, piecing, rows_read);
     let mut server = Server::new(&combine, &body, serving);
+    let mut gatherer = Gatherer::new(&combine, gathering);
     loop {
         let bell = exchange.bell();
-        let mut progress = owner.read_descriptors(&mut exchange)?;
-        progress |= server.serve(&mut exchange, owner.peers, rings)?;
-        progress |= owner.fetch(&mut exchange, rings)?;
-        if owner.finished() && owner.peers_are_done(&exchange) {
+        let mut progress = exchange.carry_descs(between, &told)?;
+        progress |= owner.read_descriptors(&mut exchange)?;
+        progress |= exchange.read_remotes(0, |_, _| ());
+        progress |= discard_old_answers(&combine, &exchange, &mut between.cells);
+        progress |= ask(&combine, &exchange, &mut between.cells)?;
+        progress |= server.serve(&mut exchange, owner.holders(), rings)?;
+        progress |= gatherer.gather(&mut exchange, &mut between.sources, owner.holders(), rings)?;
+        let gathered = between.sources.iter().all(SourceState::is_done);
+        progress |= owner.fetch(&mut exchange, rings, &mut between.cells, gathered)?;
+        if owner.finished()
+            && owner.peers_are_done(&exchange)
+            && exchange.remotes_known()
+            && between.descs_done()
+        {
             break;
         }
         if progress {
             exchange.check_deadline("its tokens")?;
             exchange.progressed();
         } else {
-            exchange.wait(bell, |exchange| owner.missing(exchange))?;
+            exchange.wait(bell, |exchange| missing(exchange, &combine, between, &owner))?;
         }
     }
-    owner.discard_rest(&exchange, rings);
+    discard_rest(&exchange, rings);
     exchange.verdict()?;
-    owner.count_stats();
+    count_stats(&combine, rows_read);
     Ok(())
+}
+
+/// Whom the combine waits for.
+fn missing(
+    exchange: &Exchange<'_>,
+    combine: &Combine<'_>,
+    between: &BetweenState,
+    owner: &Owner<'_>,
+) -> Missing {
+    let sources = combine.group.topology.sources().iter().zip(&between.sources);
+    let asking = sources.filter(|(_, state)| !state.is_done()).map(|(source, _)| source.rank);
+    owner
+        .missing_places(exchange)
+        .or_else(|| exchange.missing_remotes("the rows' place", between))
+        .or_else(|| owner.missing_pieces(exchange))
+        .or_else(|| missing_answers(exchange, combine, &between.cells, owner.token()))
+        .or_else(|| Missing::of(asking, "its questions"))
+        .or_else(|| owner.missing_ends(exchange))
 }
 
 /// Both sides of a ring come to the same number: all of it is in the signature or in the group's config.
@@ -170,353 +209,29 @@ fn describe(shape: &PlanShape, updated: &Updated, call: &CombineCall, windows: &
     body
 }
 
-/// The owner's side: fetches and adds the rows of this rank's tokens, in token order.
-struct Owner<'a> {
-    combine: &'a Combine<'a>,
-    windows: &'a WindowTable,
-    peers: &'a mut [Fetching],
-    token: usize,
-    col: usize,
-    wanted: [Wanted; MAX_TOPK],
-    num_wanted: usize,
-    /// The token in progress was looked up.
-    opened: bool,
+/// After a call that failed on all ranks: pieces and requests on the way are void.
+fn discard_rest(exchange: &Exchange<'_>, rings: &mut [crate::engine::RingPositions]) {
+    if !exchange.mismatched() {
+        return;
+    }
+    for (channel, ring) in rings.iter_mut().enumerate() {
+        let mut reader = exchange.ring_reader(channel, ring.taken);
+        reader.discard();
+        reader.publish(true);
+        ring.taken = reader.position();
+        ring.served = exchange.requests_in(channel).discard();
+    }
 }
 
-/// Tokens that are added before the server's side gets its turn.
-const TOKENS_PER_TURN: usize = 16;
-
-impl<'a> Owner<'a> {
-    fn new(combine: &'a Combine<'a>, windows: &'a WindowTable, peers: &'a mut [Fetching]) -> Owner<'a> {
-        peers.fill(Fetching::default());
-        let wanted = [Wanted::default(); MAX_TOPK];
-        Owner { combine, windows, peers, token: 0, col: 0, wanted, num_wanted: 0, opened: false }
-    }
-
-    fn read_descriptors(&mut self, exchange: &mut Exchange<'_>) -> Result<bool> {
-        let mut progress = false;
-        for rank in 0..self.peers.len() {
-            if self.peers[rank].known {
-                continue;
-            }
-            let words = 1 + self.combine.shape.experts.num_local(rank);
-            let Some(desc) = exchange.peek(rank, words) else { continue };
-            progress = true;
-            let peer = &mut self.peers[rank];
-            peer.known = true;
-            peer.tail = desc.tail.as_ptr();
-            peer.capacity = desc.body.capacity;
-            if !exchange.matches(&desc) {
-                peer.differs = true;
-                peer.arrived = true;
-                continue;
-            }
-            let call = self.combine.call;
-            if rank == self.combine.group.rank {
-                peer.rows = Some(own_place(&call.rows));
-                peer.row_weights = call.row_weights.as_ref().map(own_place);
-            } else if desc.body.places[0].window != 0 {
-                let spans = [call.rows.row_bytes(), 4 * self.combine.weights_per_row()];
-                let mut found = [None; 2];
-                for (i, span) in spans.into_iter().enumerate().filter(|(_, span)| *span != 0) {
-                    let place = &desc.body.places[i];
-                    let base = self.windows.resolve(rank, place, desc.body.capacity, span as u64);
-                    let base = base.ok_or_else(|| super::dispatch::bad_place(exchange, rank))?;
-                    let row_pitch = place.row_pitch as usize;
-                    found[i] = Some(DirectPlace { base, row_pitch, col_pitch: place.col_pitch as usize });
-                }
-                let peer = &mut self.peers[rank];
-                [peer.rows, peer.row_weights] = found;
-            }
-        }
-        Ok(progress)
-    }
-
-    /// Adds tokens until rows are missing, or it is the server's turn.
-    fn fetch(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        if exchange.mismatched() {
-            return self.say_done(exchange);
-        }
-        if self.peers.iter().any(|peer| !peer.known) {
-            return Ok(false);
-        }
-        let before = (self.token, self.col);
-        let mut progress = false;
-        for _ in 0..TOKENS_PER_TURN {
-            progress |= request_rows(self.combine, exchange, self.peers, rings)?;
-            if self.token == self.combine.num_tokens {
-                break;
-            }
-            exchange.step()?;
-            if !self.add_token(exchange, rings) {
-                break;
-            }
-        }
-        self.publish_tails(exchange, rings);
-        if self.token == self.combine.num_tokens {
-            progress |= self.say_done(exchange)?;
-        }
-        Ok(progress || (self.token, self.col) != before)
-    }
-
-    /// Tells the holders that this rank reads their rows no more.
-    fn say_done(&mut self, exchange: &Exchange<'_>) -> Result<bool> {
-        let mut progress = false;
-        for (rank, peer) in self.peers.iter_mut().enumerate() {
-            if peer.known && !peer.arrived {
-                exchange.arrive(rank)?;
-                peer.arrived = true;
-                progress = true;
-            }
-        }
-        Ok(progress)
-    }
-
-    /// Adds one token, or goes on with it. False: a piece is missing.
-    fn add_token(&mut self, exchange: &Exchange<'_>, rings: &mut [RingPositions]) -> bool {
-        if !self.opened {
-            self.num_wanted = self.combine.wanted(self.peers, self.token, &mut self.wanted);
-            let node_of = &self.combine.group.node_of;
-            match self.combine.call.order {
-                ReduceOrder::TopkSlot => {}
-                ReduceOrder::Rank => sort(&mut self.wanted[..self.num_wanted], |want| (0, want.rank)),
-                ReduceOrder::NodeRank => {
-                    sort(&mut self.wanted[..self.num_wanted], |want| (node_of[want.rank], want.rank));
-                }
-            }
-            for peer in self.peers.iter_mut() {
-                peer.rows_of_token = 0;
-                peer.weights_taken = false;
-                peer.piece = None;
-            }
-            for wanted in &self.wanted[..self.num_wanted] {
-                self.peers[wanted.rank].rows_of_token += 1;
-                self.peers[wanted.rank].rows_read += 1;
-            }
-            self.clear_weights();
-            self.opened = true;
-        }
-        let cols = self.combine.call.rows.cols;
-        while self.col < cols {
-            let through_ring =
-                self.wanted[..self.num_wanted].iter().any(|w| self.peers[w.rank].rows.is_none());
-            let width = if through_ring { self.combine.piece_cols.min(cols - self.col) } else { cols };
-            if through_ring
-                && !take_token_pieces(
-                    self.combine,
-                    exchange,
-                    self.peers,
-                    rings,
-                    self.col,
-                    |rank, i, weight| {
-                        put_weight(
-                            self.combine,
-                            &self.wanted[..self.num_wanted],
-                            self.token,
-                            rank,
-                            i,
-                            weight,
-                        );
-                    },
-                )
-            {
-                return false;
-            }
-            self.add_columns(width);
-            for (rank, peer) in self.peers.iter_mut().enumerate() {
-                if peer.piece.take().is_some() {
-                    let bytes = peer.rows_of_token * padded(self.combine.piece_bytes(self.col));
-                    let mut reader = exchange.ring_reader(rank, rings[rank].taken);
-                    reader.take(bytes);
-                    rings[rank].taken = reader.position();
-                }
-            }
-            self.col += width;
-        }
-        self.copy_direct_weights();
-        (self.token, self.col, self.opened) = (self.token + 1, 0, false);
-        true
-    }
-
-    /// Adds `width` columns of the token in progress from `self.col`.
-    fn add_columns(&self, width: usize) {
-        let call = self.combine.call;
-        let element = call.rows.dtype.bytes();
-        let mut terms = [Term { row: std::ptr::null(), weight: 1.0, close: Close::Nothing }; MAX_TOPK];
-        let wanted = &self.wanted[..self.num_wanted];
-        for (i, want) in wanted.iter().enumerate() {
-            let peer = &self.peers[want.rank];
-            terms[i].row = match (&peer.rows, peer.piece) {
-                (Some(place), _) => {
-                    place.base.wrapping_add(want.row as usize * place.row_pitch + self.col * element)
-                }
-                (None, Some(piece)) => {
-                    piece.wrapping_add(want.ordinal * padded(self.combine.piece_bytes(self.col)))
-                }
-                // Not reached: `take_token_pieces` found a piece for every ring holder of the token.
-                (None, None) => continue,
-            };
-            if let Some(weights) = &call.topk_weights {
-                let end = row_end(weights, self.token, want.slot % self.combine.shape.topk);
-                // SAFETY: [tokens, topk] fp32, readable by the caller's word.
-                terms[i].weight = unsafe { end.address.cast::<f32>().read() };
-            }
-            terms[i].close = self.close_after(i);
-        }
-        let bias = call.bias.map(|bias| {
-            bias.map_or(std::ptr::null(), |bias| row_end(&bias, self.token, self.col).address.cast_const())
-        });
-        let reduction = match (call.order, self.combine.shape.layout) {
-            (ReduceOrder::TopkSlot, _) | (ReduceOrder::Rank, Layout::Flat) => Reduction::Chain,
-            (ReduceOrder::Rank, Layout::ExpertMajor) => Reduction::Ranks,
-            (ReduceOrder::NodeRank, _) => Reduction::Nodes { bf16: call.wire_bf16 },
-        };
-        let out = row_end(&call.combined, self.token, self.col).address;
-        // SAFETY: rows, biases and output hold these columns: places were checked against the capacity,
-        // the caller vouches for his tensors, and a term's row was published before it was read.
-        unsafe { reduce(call.rows.dtype, out, width, bias, &terms[..self.num_wanted], reduction) };
-    }
-
-    /// What ends with the i-th term of the token: its rank's sum, its node's sum.
-    fn close_after(&self, i: usize) -> Close {
-        let node_of = &self.combine.group.node_of;
-        let rank = self.wanted[i].rank;
-        match self.wanted[..self.num_wanted].get(i + 1) {
-            Some(next) if next.rank == rank => Close::Nothing,
-            Some(next) if node_of[next.rank] == node_of[rank] => Close::Rank,
-            _ => Close::Node,
-        }
-    }
-
-    /// Every slot of the token has weight 0 until its row brings one.
-    fn clear_weights(&self) {
-        if let Some(out) = &self.combine.call.combined_weights {
-            let row = row_end(out, self.token, 0).address;
-            // SAFETY: [tokens, topk] fp32, contiguous, writable by the caller's word.
-            unsafe { row.write_bytes(0, out.row_bytes()) };
-        }
-    }
-
-    /// Takes the weights of rows that are read where they lie.
-    fn copy_direct_weights(&self) {
-        let per_row = self.combine.weights_per_row();
-        for want in &self.wanted[..self.num_wanted] {
-            let Some(place) = self.peers[want.rank].row_weights else { continue };
-            let weights = place.base.wrapping_add(want.row as usize * place.row_pitch);
-            for k in 0..per_row {
-                // SAFETY: the place was checked to hold `capacity` rows of `per_row` weights.
-                let weight = unsafe { weights.cast::<u32>().add(k).read() };
-                let wanted = &self.wanted[..self.num_wanted];
-                put_weight(self.combine, wanted, self.token, want.rank, want.ordinal * per_row + k, weight);
-            }
-        }
-    }
-
-    fn publish_tails(&self, exchange: &mut Exchange<'_>, rings: &[RingPositions]) {
-        for (rank, peer) in self.peers.iter().enumerate() {
-            if peer.rows.is_none() {
-                let mut reader = exchange.ring_reader(rank, rings[rank].taken);
-                exchange.give_back(rank, &mut reader, false);
-            }
-        }
-    }
-
-    fn finished(&self) -> bool {
-        self.peers.iter().all(|peer| peer.known && peer.arrived)
-    }
-
-    /// True once no peer reads this rank's rows any more.
-    fn peers_are_done(&self, exchange: &Exchange<'_>) -> bool {
-        let done = |(rank, peer): (usize, &Fetching)| peer.differs || exchange.has_arrived(rank);
-        self.peers.iter().enumerate().all(done)
-    }
-
-    fn missing(&self, exchange: &Exchange<'_>) -> Missing {
-        let num_ranks = self.peers.len();
-        let unknown = Missing::among(num_ranks, "the rows' place", |rank| !self.peers[rank].known);
-        if unknown.count > 0 {
-            return unknown;
-        }
-        let absent = |rank: usize| {
-            let peer = &self.peers[rank];
-            self.opened && peer.rows_of_token > 0 && peer.rows.is_none() && peer.piece.is_none()
-        };
-        let pieces = Missing::among(num_ranks, "rows through the ring", absent);
-        if pieces.count > 0 {
-            return pieces;
-        }
-        Missing::among(num_ranks, "the end of its reading", |rank| {
-            !self.peers[rank].differs && !exchange.has_arrived(rank)
-        })
-    }
-
-    /// After a call that failed on all ranks: pieces and requests on the way are void.
-    fn discard_rest(&self, exchange: &Exchange<'_>, rings: &mut [RingPositions]) {
-        if !exchange.mismatched() {
-            return;
-        }
-        for (rank, ring) in rings.iter_mut().enumerate() {
-            let mut reader = exchange.ring_reader(rank, ring.taken);
-            reader.discard();
-            reader.publish(true);
-            ring.taken = reader.position();
-            ring.served = exchange.discard_requests(rank);
-        }
-    }
-
-    fn count_stats(&self) {
-        let row_bytes = self.combine.call.rows.row_bytes() as u64;
-        let counters = &self.combine.group.lanes[self.combine.shape.lane].counters;
-        for (peer, counters) in self.peers.iter().zip(counters) {
-            let bytes_combined = peer.rows_read * row_bytes;
-            counters.add(&PeerStats { calls: 1, bytes_combined, ..PeerStats::default() });
-        }
+fn count_stats(combine: &Combine<'_>, rows_read: &[u64]) {
+    let row_bytes = combine.call.rows.row_bytes() as u64;
+    let counters = &combine.group.lanes[combine.shape.lane].counters;
+    for (rows, counters) in rows_read.iter().zip(counters) {
+        counters.add(&PeerStats { calls: 1, bytes_combined: rows * row_bytes, ..PeerStats::default() });
     }
 }
 
 /// A piece's room in a ring of several rows.
 pub(super) fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(64)
-}
-
-/// This rank's own tensor as a place.
-fn own_place(tensor: &crate::tensor::Tensor) -> DirectPlace {
-    let col_pitch = tensor.col_stride * tensor.dtype.bytes();
-    DirectPlace { base: tensor.data, row_pitch: tensor.row_pitch(), col_pitch }
-}
-
-/// Orders rows by `key`; slots of a rank keep their order. There are at most `topk`, and few of them are
-/// out of order: insertion is fast enough and does not allocate.
-fn sort(wanted: &mut [Wanted], key: impl Fn(&Wanted) -> (usize, usize)) {
-    for i in 1..wanted.len() {
-        let mut j = i;
-        while j > 0 && key(&wanted[j - 1]) > key(&wanted[j]) {
-            wanted.swap(j - 1, j);
-            j -= 1;
-        }
-    }
-}
-
-/// Stores the i-th weight that `rank` returned for a token: in flat layout of slot i, in expert-major of
-/// the rank's i-th row. Slots of other ranks are not the rank's to tell.
-fn put_weight(combine: &Combine<'_>, wanted: &[Wanted], token: usize, rank: usize, i: usize, weight: u32) {
-    let Some(out) = &combine.call.combined_weights else { return };
-    let topk = combine.shape.topk;
-    let k = match combine.shape.layout {
-        Layout::Flat => {
-            let expert = combine.state.expert[token * topk + i];
-            if expert < 0 || combine.shape.experts.owner(expert) != rank {
-                return;
-            }
-            i
-        }
-        Layout::ExpertMajor => {
-            let Some(want) = wanted.iter().find(|want| want.rank == rank && want.ordinal == i) else {
-                return;
-            };
-            want.slot % topk
-        }
-    };
-    // SAFETY: [tokens, topk] fp32, writable by the caller's word.
-    unsafe { row_end(out, token, k).address.cast::<u32>().write(weight) };
 }

@@ -1,9 +1,14 @@
 //! `ep_dispatch`: one loop that sends to whoever gave credit and takes what arrives, until both are done.
 
+use super::between::{BetweenState, Told};
 use super::call::DispatchCall;
 use super::exchange::{Exchange, Missing};
+use super::forward::{Forwarder, missing_rows_of_sources};
+use super::item::Tally;
+use super::pack::{Packing, all_packed, meta_bytes, missing_room_in_cells, pack};
 use super::receive::Receiver;
 use super::scratch::{Receiving, Sending};
+use super::scratch_between::SourceState;
 use super::send::Sender;
 use crate::config::{Layout, PeerStats};
 use crate::engine::{Group, LaneState, WindowTable};
@@ -23,12 +28,16 @@ pub(super) struct Dispatch<'a> {
     pub(super) call: &'a DispatchCall,
     /// The largest piece of a payload row in a ring.
     pub(super) piece_bytes: usize,
+    /// How tokens lie in messages between nodes.
+    pub(super) packing: Packing,
 }
 
 impl Dispatch<'_> {
-    /// Bytes of a message's first piece: origin, ids, positions, weights.
-    pub(super) fn meta_bytes(&self) -> usize {
-        4 * (1 + self.shape.topk * (2 + usize::from(self.call.topk_weights.is_some())))
+    /// Bytes of a message's first piece: origin, ids, positions, weights; before them, if the token was passed on, its
+    /// rank and its position.
+    pub(super) fn head_bytes(&self, relayed: bool, meta: bool) -> usize {
+        let meta = if meta { meta_bytes(self.shape, self.call) } else { 0 };
+        meta + if relayed { 8 } else { 0 }
     }
 
     /// Pieces of a row of `tensor`.
@@ -47,50 +56,70 @@ pub(crate) fn dispatch(
     call: &DispatchCall,
 ) -> Result<()> {
     let windows = WindowTable::of(group);
+    let packing = Packing::new(group, shape, call)?;
     let body = describe(shape, updated, call, &windows);
     let mut exchange = Exchange::begin(group, shape.lane, lane, body, call.deadline);
-    let ring_bytes = group.layout.ring_bytes();
-    let dispatch = Dispatch { group, shape, state, updated, call, piece_bytes: ring_bytes / 8 };
-    give_credit(&exchange, &dispatch, &body)?;
+    let piece_bytes = packing.piece_bytes(group.layout.ring_bytes() / 8);
+    let dispatch = Dispatch { group, shape, state, updated, call, piece_bytes, packing };
+    exchange.publish_bases(&body, shape.column_words(), state.base)?;
 
-    let LaneState { rings, scratch, .. } = lane;
+    let LaneState { rings, scratch, between, .. } = lane;
+    let told = Told { plan: Some((shape, state)) };
     let mut sender = Sender::new(&dispatch, &windows, &mut scratch.sending);
     let mut receiver = Receiver::new(&dispatch, &body, &mut scratch.receiving);
+    let mut forwarder = Forwarder::new(&dispatch);
     receiver.fill_gaps();
     loop {
         let bell = exchange.bell();
-        let mut progress = sender.read_credits(&mut exchange)?;
-        progress |= sender.send(&mut exchange, rings)?;
+        let mut progress = exchange.carry_descs(between, &told)?;
+        progress |= sender.read_credits(&mut exchange)?;
+        progress |= exchange.read_remotes(0, |_, _| ());
+        progress |= pack(&dispatch, &exchange, &mut between.cells)?;
+        progress |= forwarder.forward(&exchange, &mut between.sources, sender.peers(), rings)?;
+        let forwarded = between.sources.iter().all(SourceState::is_done);
+        progress |= sender.send(&mut exchange, rings, forwarded)?;
         progress |= receiver.take(&mut exchange, rings, sender.peers())?;
-        if sender.finished() && receiver.finished() {
+        if sender.finished()
+            && receiver.finished()
+            && exchange.remotes_known()
+            && between.descs_done()
+            && (exchange.mismatched() || all_packed(&dispatch, &between.cells))
+        {
             break;
         }
         if progress {
             exchange.check_deadline("its rows")?;
             exchange.progressed();
         } else {
-            exchange.wait(bell, |_| missing(sender.peers(), receiver.peers()))?;
+            exchange.wait(bell, |exchange| {
+                missing(exchange, &dispatch, between, sender.peers(), receiver.peers())
+            })?;
         }
     }
     receiver.discard_rest(&exchange, rings);
     exchange.verdict()?;
     receiver.write_counts();
+    forwarder.count_stats();
     count_stats(&dispatch, lane);
     Ok(())
 }
 
 /// Whom the dispatch waits for: first those whose credit is missing, then those whose rows are.
-fn missing(sending: &[Sending], receiving: &[Receiving]) -> Missing {
-    let num_ranks = sending.len();
-    let credits = Missing::among(num_ranks, "the credit", |rank| !sending[rank].credited);
-    if credits.count > 0 {
-        return credits;
-    }
-    let room = Missing::among(num_ranks, "room in the ring", |rank| !sending[rank].done);
-    if room.count > 0 {
-        return room;
-    }
-    Missing::among(num_ranks, "the rows", |rank| !receiving[rank].finished)
+fn missing(
+    exchange: &Exchange<'_>,
+    dispatch: &Dispatch<'_>,
+    between: &BetweenState,
+    sending: &[Sending],
+    receiving: &[Receiving],
+) -> Missing {
+    let own_rows = |place: usize| !sending[place].done && sending[place].next != sending[place].end;
+    exchange
+        .missing_locals("the credit", |place| !sending[place].credited)
+        .or_else(|| exchange.missing_remotes("the credit", between))
+        .or_else(|| exchange.missing_locals("room in the ring", own_rows))
+        .or_else(|| missing_rows_of_sources(exchange, between))
+        .or_else(|| missing_room_in_cells(exchange, dispatch, between))
+        .or_else(|| exchange.missing_locals("the rows", |place| !receiving[place].finished))
 }
 
 /// This rank's descriptor: its signature, and where peers write.
@@ -123,18 +152,6 @@ fn describe(shape: &PlanShape, updated: &Updated, call: &DispatchCall, windows: 
     body
 }
 
-/// Publishes to each peer where its rows go. The base comes with the credit.
-fn give_credit(exchange: &Exchange<'_>, dispatch: &Dispatch<'_>, body: &DescBody) -> Result<()> {
-    let group = dispatch.group;
-    let words = dispatch.shape.column_words();
-    let first = group.perturb.first_peer(group.rank, group.num_ranks);
-    for peer in (0..group.num_ranks).map(|i| (first + i) % group.num_ranks) {
-        let base = &dispatch.state.base[peer * words..(peer + 1) * words];
-        exchange.publish(peer, body, words, |tail| tail.copy_from_slice(base))?;
-    }
-    Ok(())
-}
-
 fn count_stats(dispatch: &Dispatch<'_>, lane: &LaneState) {
     let row_bytes: usize = dispatch.call.inputs.iter().flatten().map(Tensor::row_bytes).sum();
     let words = dispatch.shape.column_words();
@@ -151,8 +168,13 @@ fn count_stats(dispatch: &Dispatch<'_>, lane: &LaneState) {
             }
         }
     };
-    for (peer, sent) in lane.scratch.sending.iter().enumerate() {
-        dispatch.group.lanes[dispatch.shape.lane].counters[peer].add(&PeerStats {
+    let topology = &dispatch.group.topology;
+    for (peer, counters) in dispatch.group.lanes[dispatch.shape.lane].counters.iter().enumerate() {
+        let sent = match topology.place(peer) {
+            Some(place) => lane.scratch.sending[place].tally,
+            None => Tally { rows: rows_to(dispatch, peer), dropped: 0 },
+        };
+        counters.add(&PeerStats {
             calls: 1,
             rows_sent: sent.rows,
             bytes_sent: sent.rows * row_bytes as u64,
@@ -160,6 +182,18 @@ fn count_stats(dispatch: &Dispatch<'_>, lane: &LaneState) {
             rows_dropped: sent.dropped,
             ..PeerStats::default()
         });
+    }
+}
+
+/// Rows that this rank has for `peer`, whether they fit there or not.
+fn rows_to(dispatch: &Dispatch<'_>, peer: usize) -> u64 {
+    let (shape, state) = (dispatch.shape, dispatch.state);
+    match shape.layout {
+        Layout::Flat => state.tokens_to(peer).len() as u64,
+        Layout::ExpertMajor => {
+            let experts = shape.experts.first(peer) as usize..;
+            state.expert_count[experts][..shape.experts.num_local(peer)].iter().copied().map(u64::from).sum()
+        }
     }
 }
 

@@ -5,19 +5,22 @@
 //! every rank sees one that differs from its own; if all are, nobody does. So all ranks of an epoch come
 //! to one verdict, and the lane goes on with the next epoch whatever it was.
 
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
+use super::between::BetweenState;
 use super::rank_set::RankSet;
+use super::request::RequestRing;
 use super::ring::{RingReader, RingWriter};
 use super::wait::{Doorbell, Waiter, Woken};
 use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::{Error, Result, Status};
+use crate::mem::Words;
 use crate::perturb::Stop;
 use crate::wire::{
     DESC_BYTES, DescBody, FLAG_ORDER_SHIFT, FLAG_ROW_WEIGHTS, FLAG_TOPK_WEIGHTS, FLAG_WIRE_BF16, OP_COMBINE,
-    OP_DISPATCH, OP_FAILED, OP_PLAN, REQUESTS, line,
+    OP_DISPATCH, OP_FAILED, OP_PLAN, line,
 };
 
 /// One call in progress on this rank.
@@ -34,10 +37,12 @@ pub(crate) struct Exchange<'a> {
     pub(super) looks: u32,
     /// A peer that was seen to have left at the last wait.
     suspect: Option<usize>,
-    /// Peers for whom words were written since they were last woken.
+    /// Places of ranks for whom words were written since they were last woken.
     owed: RankSet,
     /// The peer that differs, and how.
     mismatch: Option<String>,
+    /// How many of the remote ranks' descriptors were read; they are read in order.
+    remotes_read: usize,
 }
 
 /// A peer's descriptor of the current epoch.
@@ -58,6 +63,7 @@ impl<'a> Exchange<'a> {
         deadline: Instant,
     ) -> Exchange<'a> {
         state.epoch += 1;
+        state.between.begin_call();
         Exchange {
             group,
             lane,
@@ -70,38 +76,107 @@ impl<'a> Exchange<'a> {
             suspect: None,
             owed: RankSet::new(),
             mismatch: None,
+            remotes_read: 0,
         }
     }
 
-    /// Publishes a descriptor to `peer`. `fill` writes its tail of `words` words.
+    /// This rank's descriptor.
+    pub(super) fn own(&self) -> &DescBody {
+        &self.own
+    }
+
+    /// Publishes a descriptor to the rank at `place`. `fill` writes its tail of `words` words.
     pub(crate) fn publish(
         &self,
-        peer: usize,
+        place: usize,
         body: &DescBody,
         words: usize,
         fill: impl FnOnce(&mut [u32]),
     ) -> Result<()> {
         self.step()?;
-        let segment = &self.group.segments[peer];
-        let offset = self.group.layout.desc(self.lane, self.group.rank, self.epoch);
+        self.publish_for(self.group.rank, place, body, words, fill);
+        Ok(())
+    }
+
+    /// Publishes to each rank of this node where its rows lie: `base` has `words` for each rank. What the rank passes
+    /// on for a remote rank lies where that rank's rows do.
+    pub(super) fn publish_bases(&self, body: &DescBody, words: usize, base: &[u32]) -> Result<()> {
+        let topology = &self.group.topology;
+        let (num_locals, own) = (topology.locals().len(), topology.own_place());
+        let of_rank = |rank: usize| &base[rank * words..(rank + 1) * words];
+        let first = self.group.perturb.first_peer(own, num_locals);
+        for place in (0..num_locals).map(|i| (first + i) % num_locals) {
+            if place != own {
+                for (index, &source) in topology.served_by(place).iter().enumerate() {
+                    let offset = self.group.layout.relay_tail(self.lane, index, own, self.epoch);
+                    let start = self.group.segments[place].at(offset, 4 * words);
+                    // SAFETY: this rank is the slot's only writer, and its last reader ended the call of epoch - DEPTH,
+                    // as for descriptors. The store of the descriptor's epoch, next, publishes it.
+                    unsafe { std::slice::from_raw_parts_mut(start.cast::<u32>(), words) }
+                        .copy_from_slice(of_rank(source));
+                }
+            }
+            let base = of_rank(topology.locals()[place]);
+            self.publish(place, body, words, |tail| tail.copy_from_slice(base))?;
+        }
+        Ok(())
+    }
+
+    /// Where the rows of the `index`-th source lie at the rank at `place`, as that rank published it with its
+    /// descriptor.
+    pub(super) fn relay_tail(&self, index: usize, place: usize) -> *const u32 {
+        let offset = self.group.layout.relay_tail(self.lane, index, place, self.epoch);
+        self.group.own_segment().at(offset, 4).cast_const().cast()
+    }
+
+    /// Publishes the descriptor of `rank`, which is this rank, or one whose messages it takes, to the rank at `place`.
+    pub(super) fn publish_for(
+        &self,
+        rank: usize,
+        place: usize,
+        body: &DescBody,
+        words: usize,
+        fill: impl FnOnce(&mut [u32]),
+    ) {
+        let segment = &self.group.segments[place];
+        let offset = self.group.layout.desc(self.lane, rank, self.epoch);
         let start = segment.at(offset, DESC_BYTES + 4 * words);
         // SAFETY: this rank is the slot's only writer. Its last reader was the call of epoch - DEPTH, which
-        // `peer` ended: the last call of this rank needed the peer's descriptor of epoch - 1.
+        // the rank at `place` ended: the last call of this rank needed its descriptor of epoch - 1.
         unsafe {
             start.add(8).cast::<DescBody>().write(*body);
             fill(std::slice::from_raw_parts_mut(start.add(DESC_BYTES).cast::<u32>(), words));
         }
         // Release: pairs with the acquire in `peek`; publishes body and tail. This is the credit.
         segment.u64(offset).store(self.epoch, Ordering::Release);
-        self.ring(peer);
-        Ok(())
+        self.ring(place);
+    }
+
+    /// Reads the descriptors of remote ranks that have come; `keep(rank, tail)` gets the tails of those that match,
+    /// of `words` words. True if there was one.
+    pub(super) fn read_remotes(&mut self, words: usize, mut keep: impl FnMut(usize, &[u32])) -> bool {
+        let remotes = self.group.topology.remotes();
+        let before = self.remotes_read;
+        while let Some(&rank) = remotes.get(self.remotes_read) {
+            let Some(desc) = self.peek(rank, words) else { break };
+            if self.matches(&desc) {
+                keep(rank, desc.tail);
+            }
+            self.remotes_read += 1;
+        }
+        self.remotes_read != before
+    }
+
+    /// True once the descriptors of all remote ranks were read.
+    pub(super) fn remotes_known(&self) -> bool {
+        self.remotes_read == self.group.topology.remotes().len()
     }
 
     /// The descriptor of `peer` for this epoch, if it is there. A different signature is noted.
     pub(crate) fn peek(&mut self, peer: usize, words: usize) -> Option<PeerDesc<'a>> {
-        let segment = &self.group.segments[self.group.rank];
+        let segment = self.group.own_segment();
         let offset = self.group.layout.desc(self.lane, peer, self.epoch);
-        // Acquire: pairs with the release in `publish`; makes body and tail visible.
+        // Acquire: pairs with the release in `publish_for`; makes body and tail visible.
         if segment.u64(offset).load(Ordering::Acquire) != self.epoch {
             return None;
         }
@@ -136,24 +211,24 @@ impl<'a> Exchange<'a> {
         self.mismatch.is_some()
     }
 
-    /// Says to `peer`: this rank touches what your descriptor of this epoch describes no more.
-    pub(crate) fn arrive(&self, peer: usize) -> Result<()> {
+    /// Says to the rank at `place`: this rank touches what your descriptor of this epoch describes no more.
+    pub(crate) fn arrive(&self, place: usize) -> Result<()> {
         self.step()?;
-        let offset = self.group.layout.line(self.lane, self.group.rank) + line::ARRIVAL;
+        let offset = self.group.layout.line(self.lane, self.group.topology.own_place()) + line::ARRIVAL;
         // Streaming stores are not ordered by a release store; the fence orders them before it.
         store_fence();
         // Release: pairs with the acquire in `has_arrived`; publishes all rows of this call, or says that
         // all reads of the peer's rows are done.
-        self.group.segments[peer].u64(offset).store(self.epoch, Ordering::Release);
-        self.ring(peer);
+        self.group.segments[place].u64(offset).store(self.epoch, Ordering::Release);
+        self.ring(place);
         Ok(())
     }
 
-    /// True once `peer` has said the same to this rank.
-    pub(crate) fn has_arrived(&self, peer: usize) -> bool {
-        let offset = self.group.layout.line(self.lane, peer) + line::ARRIVAL;
+    /// True once the rank at `place` has said the same to this rank.
+    pub(crate) fn has_arrived(&self, place: usize) -> bool {
+        let offset = self.group.layout.line(self.lane, place) + line::ARRIVAL;
         // Acquire: pairs with the release in `arrive`; makes the peer's rows visible.
-        self.group.segments[self.group.rank].u64(offset).load(Ordering::Acquire) >= self.epoch
+        self.group.own_segment().u64(offset).load(Ordering::Acquire) >= self.epoch
     }
 
     /// The verdict, once all descriptors were read.
@@ -164,37 +239,37 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Rings the peer's doorbell after a word was written for it.
-    pub(crate) fn ring(&self, peer: usize) {
-        self.group.doorbell(peer, self.lane).ring();
+    /// Rings the doorbell of the rank at `place` after a word was written for it.
+    pub(crate) fn ring(&self, place: usize) {
+        self.group.doorbell(place, self.lane).ring();
     }
 
-    /// Tells the peer that a position moved `from` .. `to`. A peer that sleeps is woken when the position
-    /// passes a multiple of `stride`, or when this rank waits itself: where processes share cores, each
+    /// Tells the rank at `place` that a position moved `from` .. `to`. A peer that sleeps is woken when the
+    /// position passes a multiple of `stride`, or when this rank waits itself: where processes share cores, each
     /// turn shall have work worth a change of process.
-    pub(crate) fn moved(&mut self, peer: usize, from: u64, to: u64, stride: u64) {
-        let bell = self.group.doorbell(peer, self.lane);
+    pub(crate) fn moved(&mut self, place: usize, from: u64, to: u64, stride: u64) {
+        let bell = self.group.doorbell(place, self.lane);
         bell.count_up();
         if from / stride == to / stride {
-            self.owed.insert(peer);
+            self.owed.insert(place);
         } else {
-            self.owed.remove(peer);
+            self.owed.remove(place);
             bell.wake();
         }
     }
 
-    /// Gives the room of taken pieces back to the ring's writer, see [`RingReader::publish`].
-    pub(crate) fn give_back(&mut self, peer: usize, reader: &mut RingReader<'_>, all: bool) {
+    /// Gives the room of taken pieces back to the ring's writer at `place`, see [`RingReader::publish`].
+    pub(crate) fn give_back(&mut self, place: usize, reader: &mut RingReader<'_>, all: bool) {
         let before = reader.published();
         if reader.publish(all) {
-            self.moved(peer, before, reader.published(), self.turn_bytes());
+            self.moved(place, before, reader.published(), self.turn_bytes());
         }
     }
 
     /// Wakes everyone for whom words were written meanwhile.
     fn wake_owed(&mut self) {
-        while let Some(peer) = self.owed.pop() {
-            self.group.doorbell(peer, self.lane).wake();
+        while let Some(place) = self.owed.pop() {
+            self.group.doorbell(place, self.lane).wake();
         }
     }
 
@@ -203,42 +278,54 @@ impl<'a> Exchange<'a> {
         self.group.layout.ring_bytes() as u64 / 2
     }
 
-    /// The staging ring from this rank to `peer`, at position `sent`.
-    pub(crate) fn ring_writer(&self, peer: usize, sent: u64) -> RingWriter<'a> {
-        let (layout, rank) = (&self.group.layout, self.group.rank);
-        let (own, theirs) = (&self.group.segments[rank], &self.group.segments[peer]);
-        let data = theirs.at(layout.ring(self.lane, rank), layout.ring_bytes());
-        let head = theirs.u64(layout.line(self.lane, rank) + line::RING_HEAD);
-        let tail = own.u64(layout.line(self.lane, peer) + line::RING_TAIL);
+    /// The rank at the other end of `channel`, and this rank's channel there.
+    fn other_end(&self, channel: usize) -> (&'a Words, usize) {
+        let place = channel % self.group.segments.len();
+        (&self.group.segments[place], channel - place + self.group.topology.own_place())
+    }
+
+    /// The staging ring from this rank through `channel`, at position `sent`.
+    pub(crate) fn ring_writer(&self, channel: usize, sent: u64) -> RingWriter<'a> {
+        let layout = &self.group.layout;
+        let (own, (theirs, there)) = (self.group.own_segment(), self.other_end(channel));
+        let data = theirs.at(layout.ring(self.lane, there), layout.ring_bytes());
+        let head = theirs.u64(layout.line(self.lane, there) + line::RING_HEAD);
+        let tail = own.u64(layout.line(self.lane, channel) + line::RING_TAIL);
         RingWriter::new(data, layout.ring_bytes(), head, tail, sent)
     }
 
-    /// The staging ring from `peer` to this rank, at position `taken`.
-    pub(crate) fn ring_reader(&self, peer: usize, taken: u64) -> RingReader<'a> {
-        let (layout, rank) = (&self.group.layout, self.group.rank);
-        let (own, theirs) = (&self.group.segments[rank], &self.group.segments[peer]);
-        let data = own.at(layout.ring(self.lane, peer), layout.ring_bytes());
-        let head = own.u64(layout.line(self.lane, peer) + line::RING_HEAD);
-        let tail = theirs.u64(layout.line(self.lane, rank) + line::RING_TAIL);
+    /// The staging ring through `channel` to this rank, at position `taken`.
+    pub(crate) fn ring_reader(&self, channel: usize, taken: u64) -> RingReader<'a> {
+        let layout = &self.group.layout;
+        let (own, (theirs, there)) = (self.group.own_segment(), self.other_end(channel));
+        let data = own.at(layout.ring(self.lane, channel), layout.ring_bytes());
+        let head = own.u64(layout.line(self.lane, channel) + line::RING_HEAD);
+        let tail = theirs.u64(layout.line(self.lane, there) + line::RING_TAIL);
         RingReader::new(data, layout.ring_bytes(), head, tail, taken)
     }
 
-    /// Entry `index` of the request ring in the memory of `holder` that `owner` writes.
-    pub(crate) fn request_entry(&self, holder: usize, owner: usize, index: u64) -> &'a AtomicU32 {
-        let start = self.group.layout.requests(self.lane, owner);
-        self.group.segments[holder].u32(start + 4 * (index % REQUESTS as u64) as usize)
+    /// The request ring from this rank through `channel`.
+    pub(super) fn requests_out(&self, channel: usize) -> RequestRing<'a> {
+        let layout = &self.group.layout;
+        let (own, (theirs, there)) = (self.group.own_segment(), self.other_end(channel));
+        RequestRing {
+            entries: theirs,
+            start: layout.requests(self.lane, there),
+            head: theirs.u64(layout.line(self.lane, there) + line::REQUEST_HEAD),
+            tail: own.u64(layout.line(self.lane, channel) + line::REQUEST_TAIL),
+        }
     }
 
-    /// Voids the requests of `owner` after a call that failed. Returns the new position.
-    pub(crate) fn discard_requests(&self, owner: usize) -> u64 {
-        let (layout, rank) = (&self.group.layout, self.group.rank);
-        let head = self.group.segments[rank].u64(layout.line(self.lane, owner) + line::REQUEST_HEAD);
-        // Acquire: pairs with the release in `request_rows`.
-        let head = head.load(Ordering::Acquire);
-        let tail = layout.line(self.lane, rank) + line::REQUEST_TAIL;
-        // Release: pairs with the acquire in `request_rows`; the entries are not read any more.
-        self.group.segments[owner].u64(tail).store(head, Ordering::Release);
-        head
+    /// The request ring through `channel` to this rank.
+    pub(super) fn requests_in(&self, channel: usize) -> RequestRing<'a> {
+        let layout = &self.group.layout;
+        let (own, (theirs, there)) = (self.group.own_segment(), self.other_end(channel));
+        RequestRing {
+            entries: own,
+            start: layout.requests(self.lane, channel),
+            head: own.u64(layout.line(self.lane, channel) + line::REQUEST_HEAD),
+            tail: theirs.u64(layout.line(self.lane, there) + line::REQUEST_TAIL),
+        }
     }
 
     /// Gives up if the deadline has passed although something moved: a call that is never idle must end
@@ -266,7 +353,7 @@ impl<'a> Exchange<'a> {
     }
 
     pub(super) fn own_bell(&self) -> Doorbell<'a> {
-        self.group.doorbell(self.group.rank, self.lane)
+        self.group.doorbell(self.group.topology.own_place(), self.lane)
     }
 
     /// A point at which tests disturb the protocol, and at which an abort is noticed.
@@ -301,6 +388,7 @@ impl<'a> Exchange<'a> {
         if woken == Woken::LookAgain {
             return Ok(());
         }
+        self.group.poll_net();
         if let Some(error) = self.group.broken() {
             return Err(error);
         }
@@ -338,13 +426,16 @@ impl<'a> Exchange<'a> {
             self.suspect = Some(peer);
             return Ok(());
         }
-        let text = format!(
+        let mut text = format!(
             "rank {peer} left or died while rank {} waited in {} (lane {}, call {}) for {what} of it",
             self.group.rank,
             self.name(),
             self.lane,
             self.epoch,
         );
+        if let Some(failure) = self.group.link_failure(peer) {
+            text = format!("{text}: {}", failure.text);
+        }
         Err(self.fail(Status::PeerLost, Some(peer), text))
     }
 
@@ -361,6 +452,31 @@ impl<'a> Exchange<'a> {
         }
         self.group.lanes[self.lane].counters[peer].add(&stats);
         self.started_waiting = Some(Instant::now());
+    }
+
+    /// The ranks of this node for whose place `is_missing` holds.
+    pub(super) fn missing_locals(&self, what: &'static str, is_missing: impl Fn(usize) -> bool) -> Missing {
+        let locals = self.group.topology.locals().iter().enumerate();
+        Missing::of(locals.filter(|(place, _)| is_missing(*place)).map(|(_, &rank)| rank), what)
+    }
+
+    /// The ranks of other nodes whose descriptors are missing, where this rank takes them, and otherwise the ranks
+    /// that take them and know for whom they wait; or the ranks to which this rank's own does not go.
+    pub(super) fn missing_remotes(&self, what: &'static str, state: &BetweenState) -> Missing {
+        let topology = &self.group.topology;
+        let absent = |rank: &usize| {
+            let offset = self.group.layout.desc(self.lane, *rank, self.epoch);
+            // Relaxed: nothing else is read.
+            self.group.own_segment().u64(offset).load(Ordering::Relaxed) != self.epoch
+        };
+        let named = |rank: usize| match topology.local_relay(rank) {
+            relay if relay == self.group.rank => rank,
+            relay => relay,
+        };
+        Missing::of(topology.remotes().iter().copied().filter(absent).map(named), what).or_else(|| {
+            let unsent = topology.cells().iter().zip(&state.cells).filter(|(_, sent)| !sent.desc_sent);
+            Missing::of(unsent.map(|(cell, _)| cell.relay), "the network to take a descriptor")
+        })
     }
 
     /// Breaks the group.
@@ -390,15 +506,20 @@ pub(crate) struct Missing {
 }
 
 impl Missing {
-    /// The peers for which `is_missing` holds.
-    pub(crate) fn among(num_ranks: usize, what: &'static str, is_missing: impl Fn(usize) -> bool) -> Missing {
+    /// These ranks.
+    pub(crate) fn of(ranks: impl Iterator<Item = usize>, what: &'static str) -> Missing {
         let mut missing = Missing { first: None, count: 0, what, ranks: RankSet::new() };
-        for rank in (0..num_ranks).filter(|&rank| is_missing(rank)) {
+        for rank in ranks {
             missing.first.get_or_insert(rank);
-            missing.count += 1;
+            missing.count += usize::from(!missing.ranks.contains(rank));
             missing.ranks.insert(rank);
         }
         missing
+    }
+
+    /// This, or if it is nobody, `next`.
+    pub(super) fn or_else(self, next: impl FnOnce() -> Missing) -> Missing {
+        if self.count > 0 { self } else { next() }
     }
 
     pub(super) fn ranks(&self) -> impl Iterator<Item = usize> + '_ {
@@ -435,7 +556,7 @@ fn op_name(op: u32) -> &'static str {
 }
 
 /// How two signatures differ, for a person; None if they are equal.
-fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
+pub(super) fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
     if own.op == OP_FAILED || peer.op == OP_FAILED {
         return Some(String::from(
             "the queued call of one of them failed before it began; its stream says why",

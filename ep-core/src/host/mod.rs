@@ -3,6 +3,8 @@
 //! `exchange` is what every call does: publish a descriptor to each peer, read theirs, agree. `update`,
 //! `dispatch` and `combine` are the calls. `copy`, `ring` and `reduce` move and add bytes.
 
+mod ask;
+mod between;
 mod blame;
 mod call;
 mod combine;
@@ -10,22 +12,33 @@ mod copy;
 mod dispatch;
 mod element;
 mod exchange;
+mod forward;
+mod gather;
+mod item;
+mod owner;
+mod pack;
+mod pieces;
 mod rank_set;
 mod receive;
 mod reduce;
+mod request;
+mod response;
 mod ring;
 mod scratch;
+mod scratch_between;
 mod send;
 mod serve;
 mod store;
 mod update;
 mod wait;
+mod wanted;
 
+pub(crate) use between::BetweenState;
 pub use call::{CombineCall, DispatchCall, UpdateCall};
 pub(crate) use combine::combine;
 pub use copy::copy_bytes;
 pub(crate) use dispatch::dispatch;
-pub use reduce::{Close, Reduction, Term, reduce};
+pub use reduce::{Close, Reduction, Term, Values, reduce};
 pub use ring::{RingReader, RingWriter};
 pub(crate) use scratch::LaneScratch;
 pub(crate) use store::StoreChoice;

@@ -4,9 +4,9 @@
 use super::copy::{RowEnd, copy_row};
 use super::dispatch::Dispatch;
 use super::exchange::Exchange;
+use super::item::row_end;
 use super::ring::RingReader;
 use super::scratch::{Receiving, Sending};
-use super::send::row_end;
 use crate::config::Layout;
 use crate::engine::RingPositions;
 use crate::error::Result;
@@ -17,7 +17,9 @@ use crate::wire::{DescBody, MAX_PAYLOADS, WANTS_META};
 /// Takes the rows that arrive.
 pub(super) struct Receiver<'a> {
     dispatch: &'a Dispatch<'a>,
+    /// By channel.
     peers: &'a mut [Receiving],
+    num_locals: usize,
     meta: bool,
     /// Payloads that come through the ring, from other ranks.
     through_ring: [bool; MAX_PAYLOADS],
@@ -40,12 +42,26 @@ impl<'a> Receiver<'a> {
         let count_experts = dispatch.shape.layout == Layout::Flat
             && !call.rows_per_expert.is_null()
             && dispatch.updated.num_rows > call.capacity as u64;
-        let receiver = Receiver { dispatch, peers, meta, through_ring, count_experts };
-        for source in 0..receiver.peers.len() {
-            let expected = receiver.expected_messages(source);
-            receiver.peers[source] = Receiving { expected, ..Receiving::default() };
+        let num_locals = dispatch.group.topology.locals().len();
+        let receiver = Receiver { dispatch, peers, num_locals, meta, through_ring, count_experts };
+        for channel in 0..receiver.peers.len() {
+            let expected = receiver.expected_in(channel);
+            receiver.peers[channel] = Receiving { expected, ..Receiving::default() };
         }
         receiver
+    }
+
+    /// Messages that come by `channel`: those of the rank at its place, or those that it passes on.
+    fn expected_in(&self, channel: usize) -> usize {
+        let topology = &self.dispatch.group.topology;
+        let place = channel % self.num_locals;
+        if !self.meta && (place == topology.own_place() || !self.through_ring.contains(&true)) {
+            return 0;
+        }
+        match channel < self.num_locals {
+            true => self.expected_messages(topology.locals()[place]),
+            false => topology.served_by(place).iter().map(|&source| self.expected_messages(source)).sum(),
+        }
     }
 
     pub(super) fn peers(&self) -> &[Receiving] {
@@ -53,10 +69,6 @@ impl<'a> Receiver<'a> {
     }
 
     fn expected_messages(&self, source: usize) -> usize {
-        let own = source == self.dispatch.group.rank;
-        if !self.meta && (own || !self.through_ring.contains(&true)) {
-            return 0;
-        }
         let words = self.dispatch.shape.column_words();
         let tokens = self.dispatch.state.column[source * words] as usize;
         match self.dispatch.shape.layout {
@@ -76,95 +88,109 @@ impl<'a> Receiver<'a> {
         sending: &[Sending],
     ) -> Result<bool> {
         let mut progress = false;
-        for source in 0..self.peers.len() {
-            if self.peers[source].finished {
+        for (place, sent) in sending.iter().enumerate() {
+            if self.peers[place].finished {
                 continue;
             }
-            if !exchange.mismatched() && self.peers[source].taken < self.peers[source].expected {
-                progress |= self.take_from(exchange, source, &mut rings[source])?;
+            let mut all_taken = true;
+            for channel in (place..self.peers.len()).step_by(self.num_locals) {
+                if !exchange.mismatched() && self.peers[channel].taken < self.peers[channel].expected {
+                    progress |= self.take_from(exchange, channel, &mut rings[channel])?;
+                }
+                let peer = &self.peers[channel];
+                all_taken &= peer.taken == peer.expected || exchange.mismatched();
             }
-            let peer = &mut self.peers[source];
-            let all_taken = peer.taken == peer.expected || exchange.mismatched();
-            let nothing_owed = sending[source].differs;
-            if sending[source].credited && (nothing_owed || (all_taken && exchange.has_arrived(source))) {
-                peer.finished = true;
+            if sent.credited && (sent.differs || (all_taken && exchange.has_arrived(place))) {
+                self.peers[place].finished = true;
                 progress = true;
             }
         }
         Ok(progress)
     }
 
-    /// True once every source has said that it is done and all its messages were taken.
+    /// True once every rank of this node has said that it is done and all its messages were taken.
     pub(super) fn finished(&self) -> bool {
-        self.peers.iter().all(|peer| peer.finished)
+        self.peers[..self.num_locals].iter().all(|peer| peer.finished)
     }
 
     fn take_from(
         &mut self,
         exchange: &mut Exchange<'_>,
-        source: usize,
+        channel: usize,
         ring: &mut RingPositions,
     ) -> Result<bool> {
         exchange.step()?;
-        let mut reader = exchange.ring_reader(source, ring.taken);
-        let before = (self.peers[source].taken, self.peers[source].pieces);
-        while self.peers[source].taken < self.peers[source].expected {
-            if !self.take_message(source, &mut reader) {
+        let place = channel % self.num_locals;
+        let mut reader = exchange.ring_reader(channel, ring.taken);
+        let before = (self.peers[channel].taken, self.peers[channel].pieces);
+        while self.peers[channel].taken < self.peers[channel].expected {
+            if !self.take_message(channel, &mut reader) {
                 break;
             }
-            self.peers[source].taken += 1;
-            exchange.give_back(source, &mut reader, false);
+            self.peers[channel].taken += 1;
+            exchange.give_back(place, &mut reader, false);
         }
-        let done = self.peers[source].taken == self.peers[source].expected;
-        exchange.give_back(source, &mut reader, done);
+        let done = self.peers[channel].taken == self.peers[channel].expected;
+        exchange.give_back(place, &mut reader, done);
         ring.taken = reader.position();
-        Ok((self.peers[source].taken, self.peers[source].pieces) != before)
+        Ok((self.peers[channel].taken, self.peers[channel].pieces) != before)
     }
 
     /// Takes one message, or goes on with it. False: its next piece is not there yet.
-    fn take_message(&mut self, source: usize, reader: &mut RingReader<'_>) -> bool {
+    fn take_message(&mut self, channel: usize, reader: &mut RingReader<'_>) -> bool {
         let dispatch = self.dispatch;
-        if self.peers[source].pieces == 0 {
-            if self.meta {
-                let bytes = dispatch.meta_bytes();
+        let topology = &dispatch.group.topology;
+        let relayed = channel >= self.num_locals;
+        if self.peers[channel].pieces == 0 {
+            let mut position = self.peers[channel].taken as u32;
+            let mut source = topology.locals()[channel % self.num_locals];
+            if self.meta || relayed {
+                let bytes = dispatch.head_bytes(relayed, self.meta);
                 let Some(piece) = reader.peek(bytes) else { return false };
                 // SAFETY: the piece has these bytes, is 64-byte aligned, and stays until it is taken.
-                let words = unsafe { std::slice::from_raw_parts(piece.cast::<u32>(), bytes / 4) };
-                self.read_meta(source, words);
+                let mut words = unsafe { std::slice::from_raw_parts(piece.cast::<u32>(), bytes / 4) };
+                if relayed {
+                    (source, position) = (words[0] as usize, words[1]);
+                    words = &words[2..];
+                }
+                self.begin_message(channel, source, position);
+                if self.meta {
+                    self.read_meta(channel, words);
+                }
                 reader.take(bytes);
             } else {
-                self.set_flat_row(source);
+                self.begin_message(channel, source, position);
             }
-            self.peers[source].pieces = 1;
+            self.peers[channel].pieces = 1;
         }
-        if source == dispatch.group.rank {
-            self.peers[source].pieces = 0;
+        if channel % self.num_locals == topology.own_place() {
+            self.peers[channel].pieces = 0;
             return true;
         }
         let mut index = 1;
         for (i, output) in dispatch.call.outputs.iter().enumerate() {
             let Some(output) = output.as_ref().filter(|_| self.through_ring[i]) else { continue };
             for piece in 0..dispatch.num_pieces(output) {
-                if index == self.peers[source].pieces {
+                if index == self.peers[channel].pieces {
                     let start = piece * dispatch.piece_bytes;
                     let bytes = dispatch.piece_bytes.min(output.row_bytes() - start);
                     let Some(address) = reader.peek(bytes) else { return false };
-                    self.store_piece(source, output, start, bytes, address);
+                    self.store_piece(channel, output, start, bytes, address);
                     reader.take(bytes);
-                    self.peers[source].pieces += 1;
+                    self.peers[channel].pieces += 1;
                 }
                 index += 1;
             }
         }
-        self.peers[source].pieces = 0;
+        self.peers[channel].pieces = 0;
         true
     }
 
     /// Stores one piece of a row to every row that the message has here.
-    fn store_piece(&self, source: usize, output: &Tensor, start: usize, bytes: usize, address: *const u8) {
+    fn store_piece(&self, channel: usize, output: &Tensor, start: usize, bytes: usize, address: *const u8) {
         let element = output.dtype.bytes();
         let from = RowEnd { address: address.cast_mut(), col_pitch: element };
-        let peer = &self.peers[source];
+        let peer = &self.peers[channel];
         for &row in &peer.rows[..peer.num_rows] {
             let to = row_end(output, row as usize, start / element);
             // SAFETY: row < capacity = rows of the output, which is writable by the caller's word; the
@@ -173,31 +199,31 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// The row of the next message of a flat dispatch without meta.
-    fn set_flat_row(&mut self, source: usize) {
+    /// The message of the `position`-th token of `source`, and its row in flat layout.
+    fn begin_message(&mut self, channel: usize, source: usize, position: u32) {
         let base = self.dispatch.state.base[source * self.dispatch.shape.column_words()];
-        let peer = &mut self.peers[source];
-        peer.rows[0] = base + peer.taken as u32;
+        let peer = &mut self.peers[channel];
+        peer.source = source;
+        peer.rows[0] = base + position;
         peer.num_rows = 1;
     }
 
-    fn read_meta(&mut self, source: usize, words: &[u32]) {
-        let topk = self.dispatch.shape.topk;
+    fn read_meta(&mut self, channel: usize, words: &[u32]) {
+        let (topk, source) = (self.dispatch.shape.topk, self.peers[channel].source);
         let (token, locals, positions) = (words[0], &words[1..1 + topk], &words[1 + topk..1 + 2 * topk]);
         let weights = &words[1 + 2 * topk..];
         if self.dispatch.shape.layout == Layout::Flat {
-            self.set_flat_row(source);
-            self.write_flat_origin(source, token, locals, weights);
+            self.write_flat_origin(channel, token, locals, weights);
             return;
         }
-        self.peers[source].num_rows = 0;
+        self.peers[channel].num_rows = 0;
         let bases = &self.dispatch.state.base[source * self.dispatch.shape.column_words()..];
         for k in (0..topk).filter(|&k| locals[k] != NO_ROW) {
             let row = bases[1 + locals[k] as usize] + positions[k];
             if row as usize >= self.dispatch.call.capacity {
                 continue;
             }
-            let peer = &mut self.peers[source];
+            let peer = &mut self.peers[channel];
             peer.rows[peer.num_rows] = row;
             peer.num_rows += 1;
             self.write_origin(row as usize, source as i32, token as i32, k as i32);
@@ -207,10 +233,10 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    fn write_flat_origin(&self, source: usize, token: u32, locals: &[u32], weights: &[u32]) {
+    fn write_flat_origin(&self, channel: usize, token: u32, locals: &[u32], weights: &[u32]) {
         let call = self.dispatch.call;
-        let row = self.peers[source].rows[0] as usize;
-        self.write_origin(row, source as i32, token as i32, -1);
+        let row = self.peers[channel].rows[0] as usize;
+        self.write_origin(row, self.peers[channel].source as i32, token as i32, -1);
         for (k, &local) in locals.iter().enumerate() {
             if let Some(out) = &call.out_idx {
                 put_id(out, row, k, local);
@@ -278,8 +304,8 @@ impl<'a> Receiver<'a> {
         if !exchange.mismatched() {
             return;
         }
-        for (source, ring) in rings.iter_mut().enumerate() {
-            let mut reader = exchange.ring_reader(source, ring.taken);
+        for (channel, ring) in rings.iter_mut().enumerate() {
+            let mut reader = exchange.ring_reader(channel, ring.taken);
             reader.discard();
             reader.publish(true);
             ring.taken = reader.position();

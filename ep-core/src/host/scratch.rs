@@ -1,26 +1,40 @@
 //! Working memory that a lane keeps, so that its calls do not allocate.
 
+use super::copy::RowEnd;
+use super::gather::Gathering;
+use super::item::Tally;
 use crate::config::{MAX_PAYLOADS, MAX_TOPK};
+use crate::engine::Topology;
 
 /// Per lane.
 pub(crate) struct LaneScratch {
-    /// Per peer, as destination of rows.
+    /// Per place, as destination of rows.
     pub(crate) sending: Vec<Sending>,
-    /// Per peer, as source of rows.
+    /// Per channel, as source of rows.
     pub(crate) receiving: Vec<Receiving>,
-    /// Per peer, as holder of rows that this rank combines.
+    /// Per place, as holder of rows that this rank combines.
     pub(crate) fetching: Vec<Fetching>,
-    /// Per peer, as owner of tokens whose rows this rank holds.
+    /// Per channel, as owner of tokens whose rows this rank holds, or as relay of one.
     pub(crate) serving: Vec<Serving>,
+    /// Per place, how far this rank's token in progress is.
+    pub(super) piecing: Vec<Piecing>,
+    /// What this rank gathers for owners of other nodes.
+    pub(super) gathering: Gathering,
+    /// Per rank, rows that a combine has read.
+    pub(super) rows_read: Vec<u64>,
 }
 
 impl LaneScratch {
-    pub(crate) fn new(num_ranks: usize) -> LaneScratch {
+    pub(crate) fn new(topology: &Topology) -> LaneScratch {
+        let (locals, channels) = (topology.locals().len(), topology.neighbours().num_channels());
         LaneScratch {
-            sending: (0..num_ranks).map(|_| Sending::default()).collect(),
-            receiving: (0..num_ranks).map(|_| Receiving::default()).collect(),
-            fetching: (0..num_ranks).map(|_| Fetching::default()).collect(),
-            serving: (0..num_ranks).map(|_| Serving::default()).collect(),
+            sending: (0..locals).map(|_| Sending::default()).collect(),
+            receiving: (0..channels).map(|_| Receiving::default()).collect(),
+            fetching: (0..locals).map(|_| Fetching::default()).collect(),
+            serving: (0..channels).map(|_| Serving::default()).collect(),
+            piecing: vec![Piecing::default(); locals],
+            gathering: Gathering::new(topology),
+            rows_read: vec![0; topology.node_of().len()],
         }
     }
 }
@@ -33,8 +47,16 @@ pub(crate) struct DirectPlace {
     pub(crate) col_pitch: usize,
 }
 
+impl DirectPlace {
+    /// Element (row, col).
+    pub(super) fn at(&self, row: usize, col: usize) -> RowEnd {
+        let address = self.base.wrapping_add(row * self.row_pitch + col * self.col_pitch);
+        RowEnd { address, col_pitch: self.col_pitch }
+    }
+}
+
 /// How far a dispatch is with one destination.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct Sending {
     /// The peer's credit was read.
     pub(crate) credited: bool,
@@ -61,8 +83,7 @@ pub(crate) struct Sending {
     /// Inside a message: how many of its pieces are in the ring.
     pub(crate) pieces: usize,
     /// Rows sent so far, and rows dropped for want of capacity.
-    pub(crate) rows: u64,
-    pub(crate) dropped: u64,
+    pub(super) tally: Tally,
 }
 
 impl Default for Sending {
@@ -80,8 +101,7 @@ impl Default for Sending {
             next: 0,
             end: 0,
             pieces: 0,
-            rows: 0,
-            dropped: 0,
+            tally: Tally::default(),
         }
     }
 }
@@ -92,10 +112,12 @@ unsafe impl Send for Sending {}
 /// How far a dispatch is with one source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Receiving {
+    /// The rank whose message is in progress.
+    pub(crate) source: usize,
     /// Messages that come through the ring, and how many were taken.
     pub(crate) expected: usize,
     pub(crate) taken: usize,
-    /// All messages were taken and the source has said that it is done.
+    /// All messages were taken, of both channels of the place, and the rank there has said that it is done.
     pub(crate) finished: bool,
     /// Inside a message: how many of its pieces were taken.
     pub(crate) pieces: usize,
@@ -106,7 +128,15 @@ pub(crate) struct Receiving {
 
 impl Default for Receiving {
     fn default() -> Self {
-        Receiving { expected: 0, taken: 0, finished: false, pieces: 0, rows: [0; MAX_TOPK], num_rows: 0 }
+        Receiving {
+            source: 0,
+            expected: 0,
+            taken: 0,
+            finished: false,
+            pieces: 0,
+            rows: [0; MAX_TOPK],
+            num_rows: 0,
+        }
     }
 }
 
@@ -128,14 +158,6 @@ pub(crate) struct Fetching {
     pub(crate) row_weights: Option<DirectPlace>,
     /// The next token to request rows of, an index into the plan's list for the holder.
     pub(crate) next_request: usize,
-    /// The weights of the token in progress were taken from the ring.
-    pub(crate) weights_taken: bool,
-    /// Rows that this holder had so far.
-    pub(crate) rows_read: u64,
-    /// Rows of the token in progress that this holder has.
-    pub(crate) rows_of_token: usize,
-    /// Where the piece of the ring with the current columns is.
-    pub(crate) piece: Option<*const u8>,
 }
 
 impl Default for Fetching {
@@ -149,10 +171,6 @@ impl Default for Fetching {
             rows: None,
             row_weights: None,
             next_request: 0,
-            weights_taken: false,
-            rows_read: 0,
-            rows_of_token: 0,
-            piece: None,
         }
     }
 }
@@ -160,18 +178,35 @@ impl Default for Fetching {
 // SAFETY: as for `Sending`.
 unsafe impl Send for Fetching {}
 
+/// How far the token that is added is with one holder.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Piecing {
+    /// The weights were taken from the ring.
+    pub(super) weights_taken: bool,
+    /// Rows that the holder has.
+    pub(super) rows: usize,
+    /// Where the piece of the ring with the current columns is.
+    pub(super) piece: Option<*const u8>,
+}
+
+// SAFETY: as for `Sending`.
+unsafe impl Send for Piecing {}
+
 /// How far a combine is with one owner of tokens.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Serving {
     /// Rows of the request in progress; it ends with the token's last row.
     pub(crate) rows: [u32; MAX_TOPK],
     pub(crate) num_rows: usize,
+    /// Its columns.
+    pub(crate) col: usize,
+    pub(crate) end: usize,
     /// Pieces of the request that are in the ring: weights, then columns.
     pub(crate) pieces: usize,
 }
 
 impl Default for Serving {
     fn default() -> Self {
-        Serving { rows: [0; MAX_TOPK], num_rows: 0, pieces: 0 }
+        Serving { rows: [0; MAX_TOPK], num_rows: 0, col: 0, end: 0, pieces: 0 }
     }
 }

@@ -1,16 +1,16 @@
 //! The sending half of a dispatch: each row is read once and stored to each of its destinations.
 
-use super::copy::{RowEnd, copy_row};
+use super::copy::RowEnd;
 use super::dispatch::{Dispatch, bad_place};
 use super::exchange::{Exchange, PeerDesc};
-use super::ring::RingWriter;
+use super::item::{Item, Payloads, Sent, row_end, send_item};
 use super::scratch::{DirectPlace, Sending};
+use super::store::Filling;
 use crate::config::Layout;
 use crate::engine::{RingPositions, WindowTable};
 use crate::error::Result;
-use crate::plan::NO_ROW;
 use crate::tensor::Tensor;
-use crate::wire::WANTS_META;
+use crate::wire::{MAX_PAYLOADS, WANTS_META};
 
 /// Tokens that go to all their destinations before the next ones are touched, in bytes of their rows: they
 /// stay in the first-level cache from the first destination to the last.
@@ -20,6 +20,7 @@ const BLOCK_BYTES: usize = 64 << 10;
 pub(super) struct Sender<'a> {
     dispatch: &'a Dispatch<'a>,
     windows: &'a WindowTable,
+    /// By place.
     peers: &'a mut [Sending],
     block_tokens: u32,
 }
@@ -45,52 +46,53 @@ impl<'a> Sender<'a> {
         self.peers.iter().all(|peer| peer.done)
     }
 
-    /// Reads the credits that have come. A peer whose signature differs is owed nothing.
+    /// Reads the credits of the ranks of this node that have come. A peer whose signature differs is owed nothing.
     pub(super) fn read_credits(&mut self, exchange: &mut Exchange<'_>) -> Result<bool> {
         let mut progress = false;
-        for rank in 0..self.peers.len() {
-            if self.peers[rank].credited {
+        for (place, &rank) in self.dispatch.group.topology.locals().iter().enumerate() {
+            if self.peers[place].credited {
                 continue;
             }
             let words = 1 + self.dispatch.shape.experts.num_local(rank);
             let Some(desc) = exchange.peek(rank, words) else { continue };
             progress = true;
-            self.peers[rank].credited = true;
+            self.peers[place].credited = true;
             if exchange.matches(&desc) {
-                self.open(exchange, rank, &desc)?;
+                self.open(exchange, place, &desc)?;
             } else {
-                self.peers[rank].done = true;
-                self.peers[rank].differs = true;
+                self.peers[place].done = true;
+                self.peers[place].differs = true;
             }
         }
         Ok(progress)
     }
 
     /// Takes a credit: where rows go, and how many fit.
-    fn open(&mut self, exchange: &Exchange<'_>, rank: usize, desc: &PeerDesc<'_>) -> Result<()> {
+    fn open(&mut self, exchange: &Exchange<'_>, place: usize, desc: &PeerDesc<'_>) -> Result<()> {
+        let rank = self.dispatch.group.topology.locals()[place];
         let call = self.dispatch.call;
-        let mut direct = [None; crate::wire::MAX_PAYLOADS];
+        let mut direct = [None; MAX_PAYLOADS];
         let mut all_direct = true;
         for (i, input) in call.inputs.iter().enumerate().take(call.num_payloads) {
             let (Some(input), Some(output)) = (input, &call.outputs[i]) else { continue };
-            let place = &desc.body.places[i];
+            let at = &desc.body.places[i];
             // This rank's own output is direct wherever it lies.
             let base = if rank == self.dispatch.group.rank {
                 output.data
-            } else if place.window == 0 {
+            } else if at.window == 0 {
                 all_direct = false;
                 continue;
             } else {
-                let span = place.col_pitch * (input.cols as u64 - 1) + input.dtype.bytes() as u64;
-                match self.windows.resolve(rank, place, desc.body.capacity, span) {
+                let span = at.col_pitch * (input.cols as u64 - 1) + input.dtype.bytes() as u64;
+                match self.windows.resolve(rank, at, desc.body.capacity, span) {
                     Some(base) => base,
                     None => return Err(bad_place(exchange, rank)),
                 }
             };
             direct[i] = Some(DirectPlace {
                 base,
-                row_pitch: place.row_pitch as usize,
-                col_pitch: place.col_pitch as usize,
+                row_pitch: at.row_pitch as usize,
+                col_pitch: at.col_pitch as usize,
             });
         }
         let tokens = self.dispatch.state.tokens_to(rank).len();
@@ -98,35 +100,41 @@ impl<'a> Sender<'a> {
             Layout::Flat => tokens.min(desc.body.capacity.saturating_sub(desc.tail[0].into()) as usize),
             Layout::ExpertMajor => tokens,
         };
-        let peer = &mut self.peers[rank];
+        let peer = &mut self.peers[place];
         peer.meta = desc.body.wants & WANTS_META != 0;
         peer.messages = peer.meta || !all_direct;
         peer.direct = direct;
         peer.tail = desc.tail.as_ptr();
         peer.capacity = desc.body.capacity;
         peer.end = fit;
-        peer.dropped = (tokens - fit) as u64;
+        peer.tally.dropped = (tokens - fit) as u64;
         Ok(())
     }
 
     /// Sends what can be sent now: one block of tokens to every destination that has room. Destinations
-    /// that lag behind do not hold the others up.
-    pub(super) fn send(&mut self, exchange: &mut Exchange<'_>, rings: &mut [RingPositions]) -> Result<bool> {
-        let num_ranks = self.peers.len();
+    /// that lag behind do not hold the others up. `forwarded`: this rank owes nobody rows of other nodes any more.
+    pub(super) fn send(
+        &mut self,
+        exchange: &mut Exchange<'_>,
+        rings: &mut [RingPositions],
+        forwarded: bool,
+    ) -> Result<bool> {
+        let num_peers = self.peers.len();
         let stop = exchange.mismatched();
         let limit = self.first_token().saturating_add(self.block_tokens);
-        let first = self.dispatch.group.perturb.first_peer(self.dispatch.group.rank, num_ranks);
+        let group = self.dispatch.group;
+        let first = group.perturb.first_peer(group.topology.own_place(), num_peers);
         let mut progress = false;
-        for rank in (0..num_ranks).map(|i| (first + i) % num_ranks) {
-            if !self.peers[rank].credited || self.peers[rank].done {
+        for place in (0..num_peers).map(|i| (first + i) % num_peers) {
+            if !self.peers[place].credited || self.peers[place].done {
                 continue;
             }
             if !stop {
-                progress |= self.send_to(exchange, rank, limit, &mut rings[rank])?;
+                progress |= self.send_to(exchange, place, limit, &mut rings[place])?;
             }
-            if stop || self.peers[rank].next == self.peers[rank].end {
-                exchange.arrive(rank)?;
-                self.peers[rank].done = true;
+            if stop || (forwarded && self.peers[place].next == self.peers[place].end) {
+                exchange.arrive(place)?;
+                self.peers[place].done = true;
                 progress = true;
             }
         }
@@ -135,159 +143,76 @@ impl<'a> Sender<'a> {
 
     /// The first token that a destination with room still needs.
     fn first_token(&self) -> u32 {
-        let next = |(rank, peer): (usize, &Sending)| {
+        let next = |(&rank, peer): (&usize, &Sending)| {
             let open = peer.credited && !peer.done && !peer.blocked && peer.next < peer.end;
             open.then(|| self.dispatch.state.tokens_to(rank)[peer.next])
         };
-        self.peers.iter().enumerate().filter_map(next).min().unwrap_or(0)
+        self.dispatch
+            .group
+            .topology
+            .locals()
+            .iter()
+            .zip(self.peers.iter())
+            .filter_map(next)
+            .min()
+            .unwrap_or(0)
     }
 
-    /// Sends the tokens of `rank` before `limit`; a destination that was blocked catches up by a block.
+    /// Sends the tokens for the rank at `place` before `limit`; a destination that was blocked catches up by a block.
     fn send_to(
         &mut self,
         exchange: &mut Exchange<'_>,
-        rank: usize,
+        place: usize,
         limit: u32,
         ring: &mut RingPositions,
     ) -> Result<bool> {
         exchange.step()?;
+        let rank = self.dispatch.group.topology.locals()[place];
         let tokens = self.dispatch.state.tokens_to(rank);
-        let peer = &mut self.peers[rank];
+        let peer = &mut self.peers[place];
         let mut limit = limit;
         if peer.blocked && peer.next < peer.end {
             limit = limit.max(tokens[peer.next].saturating_add(self.block_tokens));
         }
-        let mut writer = exchange.ring_writer(rank, ring.sent);
+        let mut filling = Filling::begin(exchange, place, ring);
         let before = (peer.next, peer.pieces);
-        let batch = ring.stores.begin();
         peer.blocked = false;
         while peer.next < peer.end && tokens[peer.next] < limit {
-            if !send_token(
-                self.dispatch,
-                peer,
-                rank,
-                tokens[peer.next] as usize,
-                &mut writer,
-                batch.streaming,
-            ) {
+            let item = own_item(self.dispatch, peer, tokens[peer.next] as usize);
+            let (mut pieces, mut tally) = (peer.pieces, peer.tally);
+            let sent = send_item(self.dispatch, peer, rank, &item, &mut filling, &mut pieces, &mut tally);
+            (peer.pieces, peer.tally) = (pieces, tally);
+            if sent != Sent::Done {
                 peer.blocked = true;
                 break;
             }
             peer.next += 1;
         }
-        if writer.publish() {
-            ring.stores.end(batch, writer.position() - ring.sent);
-            exchange.ring(rank);
+        if filling.publish(ring).is_some() {
+            exchange.ring(place);
         }
-        ring.sent = writer.position();
         Ok((peer.next, peer.pieces) != before)
     }
 }
 
-/// Sends one token to one destination, or goes on with it. False: the ring is full.
-fn send_token(
-    dispatch: &Dispatch<'_>,
-    peer: &mut Sending,
-    rank: usize,
-    token: usize,
-    writer: &mut RingWriter<'_>,
-    streaming: bool,
-) -> bool {
-    let call = dispatch.call;
-    if peer.pieces == 0 {
-        if peer.meta {
-            let Some(piece) = writer.reserve(dispatch.meta_bytes()) else { return false };
-            // SAFETY: the piece has meta_bytes bytes, is 64-byte aligned, and is this writer's.
-            let words = unsafe { std::slice::from_raw_parts_mut(piece.cast(), dispatch.meta_bytes() / 4) };
-            write_meta(dispatch, rank, token, words);
-        }
-        store_direct(dispatch, peer, rank, token);
-        peer.pieces = 1;
-    }
-    let mut index = 1;
-    for (input, direct) in call.inputs.iter().zip(&peer.direct) {
-        let Some(input) = input.as_ref().filter(|_| direct.is_none()) else { continue };
-        for piece in 0..dispatch.num_pieces(input) {
-            if index == peer.pieces {
-                let start = piece * dispatch.piece_bytes;
-                let bytes = dispatch.piece_bytes.min(input.row_bytes() - start);
-                let Some(address) = writer.reserve(bytes) else { return false };
-                let element = input.dtype.bytes();
-                let from = row_end(input, token, start / element);
-                let to = RowEnd { address, col_pitch: element };
-                // SAFETY: the piece has `bytes` bytes; the input row is readable by the caller's word.
-                unsafe { copy_row(to, from, element, bytes / element, streaming) };
-                peer.pieces += 1;
-            }
-            index += 1;
+/// A token of this rank, next for `peer`.
+fn own_item<'a>(dispatch: &Dispatch<'a>, peer: &Sending, token: usize) -> Item<'a> {
+    let (call, topk) = (dispatch.call, dispatch.shape.topk);
+    let slots = token * topk..(token + 1) * topk;
+    let mut rows = [RowEnd::NONE; MAX_PAYLOADS];
+    for (row, input) in rows.iter_mut().zip(&call.inputs) {
+        if let Some(input) = input {
+            *row = row_end(input, token, 0);
         }
     }
-    peer.pieces = 0;
-    true
-}
-
-/// Element (row, col) of a tensor as the end of a row copy.
-pub(super) fn row_end(tensor: &Tensor, row: usize, col: usize) -> RowEnd {
-    let element = row * tensor.row_stride + col * tensor.col_stride;
-    RowEnd {
-        address: tensor.data.wrapping_add(element * tensor.dtype.bytes()),
-        col_pitch: tensor.col_stride * tensor.dtype.bytes(),
-    }
-}
-
-/// Stores the payloads that lie in the peer's windows, to every row that the token has there.
-fn store_direct(dispatch: &Dispatch<'_>, peer: &mut Sending, rank: usize, token: usize) {
-    let shape = dispatch.shape;
-    if shape.layout == Layout::Flat {
-        // SAFETY: the tail outlives the call: the peer writes its slot again only after this epoch.
-        let base = unsafe { *peer.tail } as usize;
-        store_row(dispatch, peer, token, base + peer.next);
-        peer.rows += 1;
-        return;
-    }
-    for slot in token * shape.topk..(token + 1) * shape.topk {
-        let expert = dispatch.state.expert[slot];
-        if expert < 0 || shape.experts.owner(expert) != rank {
-            continue;
-        }
-        let local = (expert as u32 - shape.experts.first(rank)) as usize;
-        // SAFETY: as above; the tail has a word per local expert of the peer.
-        let row = unsafe { *peer.tail.add(1 + local) } as usize + dispatch.state.slot_pos[slot] as usize;
-        if (row as u64) < peer.capacity {
-            store_row(dispatch, peer, token, row);
-            peer.rows += 1;
-        } else {
-            peer.dropped += 1;
-        }
-    }
-}
-
-fn store_row(dispatch: &Dispatch<'_>, peer: &Sending, token: usize, row: usize) {
-    for (input, direct) in dispatch.call.inputs.iter().zip(&peer.direct) {
-        let (Some(input), Some(direct)) = (input, direct) else { continue };
-        let to =
-            RowEnd { address: direct.base.wrapping_add(row * direct.row_pitch), col_pitch: direct.col_pitch };
-        // SAFETY: the place was checked to hold `capacity` rows and row < capacity; this row is this
-        // rank's alone by the prefix sums; the input row is readable by the caller's word.
-        unsafe { copy_row(to, row_end(input, token, 0), input.dtype.bytes(), input.cols, true) };
-    }
-}
-
-/// Origin, local expert per slot, position per slot, weight per slot.
-fn write_meta(dispatch: &Dispatch<'_>, rank: usize, token: usize, words: &mut [u32]) {
-    let shape = dispatch.shape;
-    let topk = shape.topk;
-    words[0] = token as u32;
-    for k in 0..topk {
-        let slot = token * topk + k;
-        let expert = dispatch.state.expert[slot];
-        let here = expert >= 0 && shape.experts.owner(expert) == rank;
-        words[1 + k] = if here { expert as u32 - shape.experts.first(rank) } else { NO_ROW };
-        words[1 + topk + k] = dispatch.state.slot_pos[slot];
-        if let Some(weights) = &dispatch.call.topk_weights {
-            // SAFETY: [tokens, topk] fp32, readable by the caller's word.
-            let weight = unsafe { row_end(weights, token, k).address.cast::<u32>().read() };
-            words[1 + 2 * topk + k] = if here { weight } else { 0 };
-        }
+    Item {
+        origin: None,
+        token: token as u32,
+        position: peer.next as u32,
+        experts: &dispatch.state.expert[slots.clone()],
+        slot_pos: &dispatch.state.slot_pos[slots],
+        weights: call.topk_weights.as_ref().map(|weights| row_end(weights, token, 0)),
+        tail: peer.tail,
+        payloads: Payloads::Whole(rows),
     }
 }

@@ -1,18 +1,19 @@
 //! Combine through rings: the owner asks for rows in the order in which it adds them, the holder copies
-//! them into the owner's ring in that order. A request is the rows of one token, the last one marked.
+//! them into the owner's ring in that order. A request is the rows of one token, the last one marked; a relay, which
+//! asks for owners of other nodes in channels of its own, says first which columns it wants.
 
-use std::sync::atomic::Ordering;
-
-use super::combine::{Combine, Wanted, padded};
+use super::combine::{Combine, padded};
 use super::copy::copy_bytes;
 use super::exchange::Exchange;
-use super::ring::RingWriter;
+use super::item::row_end;
+use super::request::RequestRing;
 use super::scratch::{Fetching, Serving};
-use super::send::row_end;
+use super::store::Filling;
+use super::wanted::{NONE_WANTED, Wanted};
 use crate::config::MAX_TOPK;
 use crate::engine::RingPositions;
 use crate::error::Result;
-use crate::wire::{DescBody, REQUESTS, line};
+use crate::wire::{DescBody, REQUESTS};
 
 /// Marks the last row of a request; row numbers have 31 bits.
 const LAST: u32 = 1 << 31;
@@ -21,83 +22,65 @@ const LAST: u32 = 1 << 31;
 pub(super) fn request_rows(
     combine: &Combine<'_>,
     exchange: &mut Exchange<'_>,
-    peers: &mut [Fetching],
+    holders: &mut [Fetching],
     rings: &mut [RingPositions],
 ) -> Result<bool> {
     let mut progress = false;
-    for rank in 0..peers.len() {
-        if peers[rank].rows.is_some() || peers[rank].arrived {
+    for place in 0..holders.len() {
+        if holders[place].rows.is_some() || holders[place].arrived {
             continue;
         }
-        let group = exchange.group;
-        let own_line = group.layout.line(exchange.lane, rank);
-        // Acquire: pairs with the release in `next_request`; the entries up to there may be reused.
-        let tail = group.segments[group.rank].u64(own_line + line::REQUEST_TAIL).load(Ordering::Acquire);
-        let start = rings[rank].requested;
-        let tokens = combine.state.tokens_to(rank);
-        let mut wanted = [Wanted::default(); MAX_TOPK];
-        while let Some(&token) = tokens.get(peers[rank].next_request) {
-            let count = combine.wanted(peers, token as usize, &mut wanted);
-            let rows = wanted[..count].iter().filter(|want| want.rank == rank);
-            let num_rows = rows.clone().count() as u64;
-            if rings[rank].requested + num_rows - tail > REQUESTS as u64 {
+        let requests = exchange.requests_out(place);
+        let start = rings[place].requested;
+        let tokens = combine.state.tokens_to(exchange.group.topology.locals()[place]);
+        let mut wanted = NONE_WANTED;
+        while let Some(&token) = tokens.get(holders[place].next_request) {
+            let slots = combine.slots_of(token as usize);
+            let count = combine.wanted(holders, slots, |place| holders[place].tail, &mut wanted);
+            if !request_token(&requests, &wanted[..count], place, None, &mut rings[place].requested) {
                 break;
             }
-            for (i, want) in rows.enumerate() {
-                let mark = if i as u64 + 1 == num_rows { LAST } else { 0 };
-                let entry = exchange.request_entry(rank, group.rank, rings[rank].requested);
-                // Relaxed: published by the release store of the head below.
-                entry.store(want.row | mark, Ordering::Relaxed);
-                rings[rank].requested += 1;
-            }
-            peers[rank].next_request += 1;
+            holders[place].next_request += 1;
         }
-        if rings[rank].requested != start {
+        if rings[place].requested != start {
             exchange.step()?;
-            let head = group.layout.line(exchange.lane, group.rank) + line::REQUEST_HEAD;
-            // Release: pairs with the acquire in `next_request`; publishes the entries.
-            group.segments[rank].u64(head).store(rings[rank].requested, Ordering::Release);
-            exchange.moved(rank, start, rings[rank].requested, REQUESTS as u64 / 2);
+            requests.publish(rings[place].requested);
+            exchange.moved(place, start, rings[place].requested, REQUESTS as u64 / 2);
             progress = true;
         }
     }
     Ok(progress)
 }
 
-/// Finds the pieces of the token in progress that begin at column `col`, in every holder's ring; weights
-/// come before the first piece and go to `put_weight(rank, i, bits)`. False: one is not there yet.
-pub(super) fn take_token_pieces(
-    combine: &Combine<'_>,
-    exchange: &Exchange<'_>,
-    peers: &mut [Fetching],
-    rings: &mut [RingPositions],
-    col: usize,
-    mut put_weight: impl FnMut(usize, usize, u32),
+/// Asks for the rows of a token that the rank at `place` holds; of the columns `cols`, if a relay asks. False: there
+/// is no room. The entries are not published yet.
+pub(super) fn request_token(
+    requests: &RequestRing<'_>,
+    wanted: &[Wanted],
+    place: usize,
+    cols: Option<(usize, usize)>,
+    position: &mut u64,
 ) -> bool {
-    let mut complete = true;
-    for (rank, peer) in peers.iter_mut().enumerate() {
-        if peer.rows_of_token == 0 || peer.rows.is_some() || peer.piece.is_some() {
-            continue;
-        }
-        let mut reader = exchange.ring_reader(rank, rings[rank].taken);
-        let weights = peer.rows_of_token * combine.weights_per_row();
-        if weights > 0 && !peer.weights_taken {
-            let Some(piece) = reader.peek(4 * weights) else {
-                complete = false;
-                continue;
-            };
-            for i in 0..weights {
-                // SAFETY: the piece has `weights` words, is 64-byte aligned, and stays until it is taken.
-                put_weight(rank, i, unsafe { piece.cast::<u32>().add(i).read() });
-            }
-            reader.take(4 * weights);
-            rings[rank].taken = reader.position();
-            peer.weights_taken = true;
-        }
-        peer.piece = reader.peek(peer.rows_of_token * padded(combine.piece_bytes(col)));
-        complete &= peer.piece.is_some();
+    let rows = wanted.iter().filter(|want| want.place == place);
+    let num_rows = rows.clone().count();
+    if num_rows == 0 {
+        return true;
     }
-    complete
+    if !requests.has_room(*position, num_rows as u64 + if cols.is_some() { 2 } else { 0 }) {
+        return false;
+    }
+    let mut put = |entry: u32| {
+        requests.put(*position, entry);
+        *position += 1;
+    };
+    if let Some((col, end)) = cols {
+        put(col as u32);
+        put(end as u32);
+    }
+    for (i, want) in rows.enumerate() {
+        put(want.row | if i + 1 == num_rows { LAST } else { 0 });
+    }
+    true
 }
 
 /// The holder's side of rings.
@@ -105,6 +88,7 @@ pub(super) struct Server<'a> {
     combine: &'a Combine<'a>,
     /// This rank's rows are outside windows.
     active: bool,
+    /// By channel.
     owners: &'a mut [Serving],
 }
 
@@ -120,18 +104,20 @@ impl<'a> Server<'a> {
     pub(super) fn serve(
         &mut self,
         exchange: &mut Exchange<'_>,
-        peers: &[Fetching],
+        holders: &[Fetching],
         rings: &mut [RingPositions],
     ) -> Result<bool> {
         if !self.active || exchange.mismatched() {
             return Ok(false);
         }
         let mut progress = false;
-        let group = exchange.group;
-        let first = group.perturb.first_peer(group.rank, group.num_ranks);
-        for rank in (0..group.num_ranks).map(|i| (first + i) % group.num_ranks) {
-            if rank != group.rank && peers[rank].known && !peers[rank].differs {
-                progress |= self.serve_owner(exchange, rank, &mut rings[rank])?;
+        let topology = &exchange.group.topology;
+        let (own, num_locals, num_channels) = (topology.own_place(), holders.len(), self.owners.len());
+        let first = exchange.group.perturb.first_peer(own, num_channels);
+        for channel in (0..num_channels).map(|i| (first + i) % num_channels) {
+            let place = channel % num_locals;
+            if place != own && holders[place].known && !holders[place].differs {
+                progress |= self.serve_owner(exchange, channel, &mut rings[channel])?;
             }
         }
         Ok(progress)
@@ -140,72 +126,71 @@ impl<'a> Server<'a> {
     fn serve_owner(
         &mut self,
         exchange: &mut Exchange<'_>,
-        rank: usize,
+        channel: usize,
         ring: &mut RingPositions,
     ) -> Result<bool> {
-        let owner = &mut self.owners[rank];
-        let mut writer = exchange.ring_writer(rank, ring.sent);
-        let before = (ring.served, owner.pieces, writer.position());
-        let batch = ring.stores.begin();
+        let num_locals = exchange.group.topology.locals().len();
+        let requests = exchange.requests_in(channel);
+        let owner = &mut self.owners[channel];
+        let before = (ring.served, owner.pieces, ring.sent);
+        let mut filling = Filling::begin(exchange, channel, ring);
         loop {
             if owner.num_rows == 0 {
-                owner.num_rows = next_request(exchange, rank, &mut ring.served, &mut owner.rows);
-                owner.pieces = 0;
+                let cols = self.combine.call.rows.cols;
+                next_request(&requests, channel >= num_locals, cols, &mut ring.served, owner);
             }
-            if owner.num_rows == 0 || !write_request(self.combine, owner, &mut writer, batch.streaming) {
+            if owner.num_rows == 0 || !write_request(self.combine, owner, &mut filling) {
                 break;
             }
             owner.num_rows = 0;
         }
-        if writer.publish() {
-            ring.stores.end(batch, writer.position() - ring.sent);
+        if let Some(moved) = filling.publish(ring) {
             exchange.step()?;
-            exchange.moved(rank, ring.sent, writer.position(), exchange.turn_bytes());
+            exchange.moved(channel % num_locals, moved.start, moved.end, exchange.turn_bytes());
         }
-        ring.sent = writer.position();
         Ok((ring.served, owner.pieces, ring.sent) != before)
     }
 }
 
-/// Takes the next request of `rank` into `rows`; 0 if there is none. A request is published whole.
-fn next_request(exchange: &Exchange<'_>, rank: usize, served: &mut u64, rows: &mut [u32; MAX_TOPK]) -> usize {
-    let group = exchange.group;
-    let own = &group.segments[group.rank];
-    // Acquire: pairs with the release in `request_rows`; makes the entries visible.
-    let head = own.u64(group.layout.line(exchange.lane, rank) + line::REQUEST_HEAD).load(Ordering::Acquire);
-    let mut count = 0;
-    while *served < head && count < MAX_TOPK {
-        // Relaxed: ordered by the acquire above.
-        let entry = exchange.request_entry(group.rank, rank, *served).load(Ordering::Relaxed);
+/// Takes the next request; none leaves `owner` without rows. A request is published whole.
+fn next_request(
+    requests: &RequestRing<'_>,
+    names_cols: bool,
+    cols: usize,
+    served: &mut u64,
+    owner: &mut Serving,
+) {
+    let head = requests.head();
+    (owner.num_rows, owner.pieces, owner.col, owner.end) = (0, 0, 0, cols);
+    if *served == head {
+        return;
+    }
+    if names_cols {
+        owner.col = requests.get(*served) as usize;
+        owner.end = (requests.get(*served + 1) as usize).min(cols);
+        *served += 2;
+    }
+    while *served < head && owner.num_rows < MAX_TOPK {
+        let entry = requests.get(*served);
         *served += 1;
-        rows[count] = entry & !LAST;
-        count += 1;
+        owner.rows[owner.num_rows] = entry & !LAST;
+        owner.num_rows += 1;
         if entry & LAST != 0 {
             break;
         }
     }
-    if count > 0 {
-        let tail = group.layout.line(exchange.lane, group.rank) + line::REQUEST_TAIL;
-        // Release: pairs with the acquire in `request_rows`; the entries were read.
-        group.segments[rank].u64(tail).store(*served, Ordering::Release);
-    }
-    count
+    requests.release(*served);
 }
 
-/// Writes the pieces of a request: the rows' weights, then their columns, piece by piece. False: the ring
-/// is full.
-fn write_request(
-    combine: &Combine<'_>,
-    owner: &mut Serving,
-    writer: &mut RingWriter<'_>,
-    streaming: bool,
-) -> bool {
+/// Writes the pieces of a request: the rows' weights, if it begins with the first column, then columns, piece by
+/// piece. False: the ring is full.
+fn write_request(combine: &Combine<'_>, owner: &mut Serving, filling: &mut Filling<'_>) -> bool {
     let rows = &owner.rows[..owner.num_rows];
     let per_row = combine.weights_per_row();
     let mut index = 0;
-    if let Some(weights) = &combine.call.row_weights {
+    if let Some(weights) = combine.call.row_weights.as_ref().filter(|_| owner.col == 0) {
         if owner.pieces == 0 {
-            let Some(piece) = writer.reserve(4 * per_row * rows.len()) else { return false };
+            let Some(piece) = filling.reserve(4 * per_row * rows.len()) else { return false };
             for (i, &row) in rows.iter().enumerate() {
                 let from = row_end(weights, row as usize, 0).address;
                 // SAFETY: the piece has room for all rows' weights; the row exists, since owners ask only
@@ -217,15 +202,15 @@ fn write_request(
         index = 1;
     }
     let tensor = &combine.call.rows;
-    let mut col = 0;
-    while col < tensor.cols {
-        let bytes = combine.piece_bytes(col);
+    let mut col = owner.col;
+    while col < owner.end {
+        let bytes = combine.piece_bytes(col, owner.end);
         if index == owner.pieces {
-            let Some(piece) = writer.reserve(rows.len() * padded(bytes)) else { return false };
+            let Some(piece) = filling.reserve(rows.len() * padded(bytes)) else { return false };
             for (i, &row) in rows.iter().enumerate() {
                 let from = row_end(tensor, row as usize, col).address;
                 // SAFETY: as above.
-                unsafe { copy_bytes(piece.add(i * padded(bytes)), from, bytes, streaming) };
+                unsafe { copy_bytes(piece.add(i * padded(bytes)), from, bytes, filling.streaming()) };
             }
             owner.pieces += 1;
         }

@@ -3,7 +3,12 @@
 //! the reader's cache, several times dearer than a store past the caches. Nothing tells the two apart
 //! reliably, least of all in a virtual machine, whose cores move: so the writer measures.
 
+use std::ops::Range;
 use std::time::Instant;
+
+use super::exchange::Exchange;
+use super::ring::RingWriter;
+use crate::engine::RingPositions;
 
 /// Batches below this size say nothing.
 const LEAST_BYTES: u64 = 8 << 10;
@@ -22,20 +27,20 @@ pub(crate) struct StoreChoice {
 
 /// A batch in progress.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Batch {
-    pub(super) streaming: bool,
+struct Batch {
+    streaming: bool,
     start: Instant,
 }
 
 impl StoreChoice {
     /// Begins a batch, and says which stores to use for it.
-    pub(super) fn begin(&mut self) -> Batch {
+    fn begin(&self) -> Batch {
         let trial = self.batches % TRIAL_EVERY == TRIAL_EVERY - 1;
         Batch { streaming: self.streaming_is_cheaper() != trial, start: Instant::now() }
     }
 
     /// Ends a batch of `bytes` bytes, which were published.
-    pub(super) fn end(&mut self, batch: Batch, bytes: u64) {
+    fn end(&mut self, batch: Batch, bytes: u64) {
         if bytes < LEAST_BYTES {
             return;
         }
@@ -55,6 +60,41 @@ impl StoreChoice {
     /// Cached stores save the reader a trip to memory: they may cost a quarter more.
     fn streaming_is_cheaper(&self) -> bool {
         self.streaming != 0 && self.cached > self.streaming + self.streaming / 4
+    }
+}
+
+/// A ring while this rank puts a batch of pieces into it.
+pub(super) struct Filling<'a> {
+    writer: RingWriter<'a>,
+    batch: Batch,
+}
+
+impl<'a> Filling<'a> {
+    /// Goes on in the ring through `channel`, whose positions are `ring`.
+    pub(super) fn begin(exchange: &Exchange<'a>, channel: usize, ring: &RingPositions) -> Filling<'a> {
+        Filling { writer: exchange.ring_writer(channel, ring.sent), batch: ring.stores.begin() }
+    }
+
+    /// True if the batch is to be stored past the caches.
+    pub(super) fn streaming(&self) -> bool {
+        self.batch.streaming
+    }
+
+    /// Room for a piece, as [`RingWriter::reserve`].
+    pub(super) fn reserve(&mut self, bytes: usize) -> Option<*mut u8> {
+        self.writer.reserve(bytes)
+    }
+
+    /// Makes the batch visible and notes what it cost. Returns the positions from the first new byte to the end;
+    /// None if there is nothing new.
+    pub(super) fn publish(mut self, ring: &mut RingPositions) -> Option<Range<u64>> {
+        let moved = ring.sent..self.writer.position();
+        ring.sent = moved.end;
+        if !self.writer.publish() {
+            return None;
+        }
+        ring.stores.end(self.batch, moved.end - moved.start);
+        Some(moved)
     }
 }
 

@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
+use super::between::Told;
 use super::call::UpdateCall;
-use super::exchange::{Exchange, Missing};
+use super::exchange::Exchange;
 use crate::config::PeerStats;
 use crate::engine::{Group, LaneState};
 use crate::error::Result;
@@ -35,20 +36,26 @@ pub(crate) fn update(
     // SAFETY: the caller of `Plan::update` vouches for the ids until the call is done.
     unsafe { count(&call.routing, shape, state) };
 
-    let first = group.perturb.first_peer(group.rank, group.num_ranks);
-    for peer in (0..group.num_ranks).map(|i| (first + i) % group.num_ranks) {
+    let topology = &group.topology;
+    let num_locals = topology.locals().len();
+    let first = group.perturb.first_peer(topology.own_place(), num_locals);
+    for place in (0..num_locals).map(|i| (first + i) % num_locals) {
+        let peer = topology.locals()[place];
         let experts = shape.experts.first(peer) as usize..;
         let counts = &state.expert_count[experts][..shape.experts.num_local(peer)];
-        exchange.publish(peer, &body, 1 + counts.len(), |tail| {
+        exchange.publish(place, &body, 1 + counts.len(), |tail| {
             tail[0] = state.tokens_to(peer).len() as u32;
             tail[1..].copy_from_slice(counts);
         })?;
     }
     let words = shape.column_words();
-    let column = &mut *state.column;
-    collect(&mut exchange, words, lane, |source, tail| {
+    let column = std::mem::take(&mut state.column);
+    let told = Told { plan: Some((shape, state)) };
+    let collected = collect(&mut exchange, words, lane, &told, |source, tail| {
         column[source * words..(source + 1) * words].copy_from_slice(tail);
-    })?;
+    });
+    state.column = column;
+    collected?;
     exchange.verdict()?;
     let num_rows = match state.place_rows(shape) {
         Ok(rows) => rows,
@@ -65,26 +72,30 @@ pub(crate) fn update(
 pub(crate) fn refuse(group: &Group, lane: &mut LaneState, in_lane: usize, deadline: Instant) -> Result<()> {
     let body = DescBody { op: OP_FAILED, ..DescBody::default() };
     let mut exchange = Exchange::begin(group, in_lane, lane, body, deadline);
-    for peer in 0..group.num_ranks {
-        exchange.publish(peer, &body, 0, |_| ())?;
+    for place in 0..group.topology.locals().len() {
+        exchange.publish(place, &body, 0, |_| ())?;
     }
-    collect(&mut exchange, 0, lane, |_, _| ())
+    collect(&mut exchange, 0, lane, &Told { plan: None }, |_, _| ())
 }
 
-/// Reads every source's descriptor; `keep(source, tail)` gets those that match.
+/// Reads every source's descriptor; `keep(source, tail)` gets those that match. Sees to it that the ranks of other
+/// nodes can do the same.
 fn collect(
     exchange: &mut Exchange<'_>,
     words: usize,
     lane: &mut LaneState,
+    told: &Told<'_>,
     mut keep: impl FnMut(usize, &[u32]),
 ) -> Result<()> {
-    let seen_from = &mut lane.scratch.receiving;
+    let LaneState { scratch, between, .. } = lane;
+    let seen_from = &mut scratch.receiving;
     seen_from.iter_mut().for_each(|source| source.taken = 0);
+    let locals = exchange.group.topology.locals();
     loop {
         let bell = exchange.bell();
         let mut missing = 0;
-        let mut progress = false;
-        for (source, seen) in seen_from.iter_mut().enumerate() {
+        let mut progress = exchange.carry_descs(between, told)?;
+        for (&source, seen) in locals.iter().zip(seen_from.iter_mut()) {
             if seen.taken != 0 {
                 continue;
             }
@@ -99,15 +110,17 @@ fn collect(
                 }
             }
         }
-        if missing == 0 {
+        progress |= exchange.read_remotes(words, &mut keep);
+        if missing == 0 && exchange.remotes_known() && between.descs_done() {
             return Ok(());
         }
         if progress {
             exchange.progressed();
             continue;
         }
-        exchange.wait(bell, |_| {
-            Missing::among(seen_from.len(), "the counts", |rank| seen_from[rank].taken == 0)
+        exchange.wait(bell, |exchange| {
+            let local = exchange.missing_locals("the counts", |place| seen_from[place].taken == 0);
+            local.or_else(|| exchange.missing_remotes("the counts", between))
         })?;
     }
 }

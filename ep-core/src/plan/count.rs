@@ -145,6 +145,41 @@ pub unsafe fn count(routing: &Routing, shape: &PlanShape, state: &mut PlanState<
         }
         list_tokens(routing.num_tokens(), shape, state);
     }
+    if shape.num_cells != 0 {
+        list_cells(routing.num_tokens(), shape, state);
+    }
+}
+
+/// Lists the tokens that go to each cell: counts them, then writes them down.
+fn list_cells(num_tokens: usize, shape: &PlanShape, state: &mut PlanState<'_>) {
+    let (topk, owners) = (shape.topk, shape.experts.owners());
+    let (stamps, counts) = (&mut *state.cell_stamp, &mut *state.cell_count);
+    let (starts, lists) = (&mut *state.cell_start, &mut *state.cell_token);
+    counts.fill(0);
+    for write in [false, true] {
+        stamps.fill(0);
+        for (token, experts) in state.expert.chunks_exact(topk).enumerate().take(num_tokens) {
+            for expert in experts.iter().filter(|&&expert| expert >= 0) {
+                let cell = shape.cell_of[owners[*expert as usize] as usize];
+                if cell == NO_ROW || stamps[cell as usize] == token as u32 + 1 {
+                    continue;
+                }
+                let cell = cell as usize;
+                stamps[cell] = token as u32 + 1;
+                if write {
+                    lists[(starts[cell] + counts[cell]) as usize] = token as u32;
+                }
+                counts[cell] += 1;
+            }
+        }
+        if !write {
+            let mut sum = 0;
+            for (start, count) in starts.iter_mut().zip(&mut *counts) {
+                *start = sum;
+                sum += std::mem::take(count);
+            }
+        }
+    }
 }
 
 /// # Safety

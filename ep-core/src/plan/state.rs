@@ -29,6 +29,10 @@ pub struct PlanShape {
     pub alignment: usize,
     /// Of everything on which ranks must agree.
     pub hash: u64,
+    /// The set of ranks of another node that each rank is in, counted from 0; [`NO_ROW`] for ranks of this node.
+    pub cell_of: Vec<u32>,
+    /// How many sets there are.
+    pub num_cells: usize,
 }
 
 impl PlanShape {
@@ -85,9 +89,18 @@ impl PlanShape {
             layout: config.layout,
             alignment: config.expert_alignment.max(1) as usize,
             hash: 0,
+            cell_of: Vec::new(),
+            num_cells: 0,
         };
         shape.hash = shape.agreed_hash();
         Ok(shape)
+    }
+
+    /// The same for a group of several nodes.
+    #[must_use]
+    pub fn with_cells(mut self, cell_of: &[u32], num_cells: usize) -> PlanShape {
+        (self.cell_of, self.num_cells) = (cell_of.to_vec(), num_cells);
+        self
     }
 
     /// FNV-1a over the fields that all ranks share: it meets honest mistakes, not attacks.
@@ -135,6 +148,10 @@ pub struct PlanLayout {
     base: Range<usize>,
     expert_rows: Range<usize>,
     expert_start: Range<usize>,
+    cell_token: Range<usize>,
+    cell_start: Range<usize>,
+    cell_count: Range<usize>,
+    cell_stamp: Range<usize>,
     words: usize,
 }
 
@@ -162,6 +179,10 @@ impl PlanLayout {
             base: array(ranks * shape.column_words()),
             expert_rows: array(shape.num_local()),
             expert_start: array(shape.num_local() + 1),
+            cell_token: array(shape.max_tokens * shape.topk.min(shape.num_cells)),
+            cell_start: array(shape.num_cells),
+            cell_count: array(shape.num_cells),
+            cell_stamp: array(shape.num_cells),
             words,
         }
     }
@@ -217,6 +238,14 @@ pub struct PlanState<'a> {
     pub expert_rows: &'a mut [u32],
     /// `[local experts + 1]`: first row of each expert, and the end of the last.
     pub expert_start: &'a mut [u32],
+    /// The tokens that go to each cell, ascending, cell after cell.
+    pub cell_token: &'a mut [u32],
+    /// `[cells]`: where each cell's tokens begin in `cell_token`.
+    pub cell_start: &'a mut [u32],
+    /// `[cells]`: how many they are.
+    pub cell_count: &'a mut [u32],
+    /// `[cells]`: the last token that went to each cell, plus one.
+    pub cell_stamp: &'a mut [u32],
 }
 
 impl<'a> PlanState<'a> {
@@ -243,6 +272,10 @@ impl<'a> PlanState<'a> {
             base: words(&layout.base),
             expert_rows: words(&layout.expert_rows),
             expert_start: words(&layout.expert_start),
+            cell_token: words(&layout.cell_token),
+            cell_start: words(&layout.cell_start),
+            cell_count: words(&layout.cell_count),
+            cell_stamp: words(&layout.cell_stamp),
         }
     }
 
@@ -250,6 +283,12 @@ impl<'a> PlanState<'a> {
     pub fn tokens_to(&self, rank: usize) -> &[u32] {
         let start = self.send_start[rank] as usize;
         &self.send_token[start..start + self.send_count[rank] as usize]
+    }
+
+    /// The tokens that go to ranks of `cell`, ascending.
+    pub fn tokens_to_cell(&self, cell: usize) -> &[u32] {
+        let start = self.cell_start[cell] as usize;
+        &self.cell_token[start..start + self.cell_count[cell] as usize]
     }
 
     /// Turns the column of counts into first rows, by prefix sums. Returns the rows that arrive here.

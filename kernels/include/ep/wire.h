@@ -11,12 +11,13 @@
 #include <stdint.h>
 
 enum {
-    EP_WIRE_VERSION = 1,
+    EP_WIRE_VERSION = 2,
     EP_WIRE_DEPTH = 3,        /* descriptors in flight per (lane, pair): epochs e, e+1, e+2 */
     EP_WIRE_LINE_BYTES = 128, /* two cache lines: adjacent-line prefetch would couple neighbours */
     EP_WIRE_MAX_PAYLOADS = 4,
     EP_WIRE_REQUESTS = 1024, /* entries of a request ring */
-    EP_WIRE_ERROR_TEXT = 256
+    EP_WIRE_ERROR_TEXT = 256,
+    EP_WIRE_RECORD_ALIGN = 16 /* records and rows in messages between nodes */
 };
 
 /* ep_wire_desc.op */
@@ -75,6 +76,35 @@ typedef struct ep_wire_desc {
     ep_wire_place_t places[EP_WIRE_MAX_PAYLOADS];
 } ep_wire_desc_t;
 
+/* A descriptor on its way to ranks of another node. Behind it: the words of each rank's tail, `num_ranks` numbers,
+ * then the tails (of PLAN; empty otherwise). The rank that takes it copies body and tail into its own memory and
+ * that of the others, as if the writer had stored them there. */
+typedef struct ep_wire_relay_desc {
+    ep_wire_desc_t desc;
+    uint64_t rows_first;     /* messages of rows sent on this link and lane before this call */
+    uint64_t requests_first; /* requests likewise */
+    uint32_t num_tokens;     /* tokens that the writer sends to these ranks, or asks them for */
+    uint32_t num_ranks;
+    uint32_t reserved[2];
+} ep_wire_relay_desc_t;
+
+/* What a message of rows, a request and a response begin with; records follow.
+ *
+ *   rows, request   token, topk x expert (-1: not there), topk x position within (source, expert) or (source, rank)
+ *                   (-1: no row), topk x weight if the call has weights; rows: then the payload's rows
+ *   response        a bit per slot whose row is there, topk x weight if the call returns weights, then rows
+ *
+ * Records and rows are padded to EP_WIRE_RECORD_ALIGN. */
+typedef struct ep_wire_chunk {
+    uint64_t epoch;
+    uint32_t first;   /* the first token, by its place among those that go to these ranks */
+    uint32_t records; /* tokens */
+    uint32_t piece;   /* rows: the piece of the one token's payloads that is here, or -1: all of every token */
+    uint32_t col;     /* requests and responses: first column, and columns */
+    uint32_t cols;
+    uint32_t reserved[9];
+} ep_wire_chunk_t;
+
 /* The words that one peer writes into a rank's memory, per lane. */
 typedef struct ep_wire_line {
     uint64_t arrival;      /* an epoch: the peer touches what my descriptor of it describes no more */
@@ -107,5 +137,7 @@ EP_WIRE_ASSERT(sizeof(ep_wire_place_t) == 32);
 EP_WIRE_ASSERT(sizeof(ep_wire_desc_t) == 256);
 EP_WIRE_ASSERT(sizeof(ep_wire_line_t) == EP_WIRE_LINE_BYTES);
 EP_WIRE_ASSERT(sizeof(ep_wire_error_t) == 288);
+EP_WIRE_ASSERT(sizeof(ep_wire_relay_desc_t) == 288);
+EP_WIRE_ASSERT(sizeof(ep_wire_chunk_t) == 64);
 
 #endif /* EP_WIRE_H */

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use ep::capi::EpBootstrap;
+use ep_core::net::sim::{SimNetwork, SimOptions};
 
 use super::{Cell, Outcome, live};
 use crate::abi::size_of;
@@ -18,6 +19,34 @@ use crate::world::World;
 
 /// Threads over the host backend, that meet through a callback.
 pub struct HostThreads;
+
+/// The same with a simulated network between nodes.
+pub struct HostNodes {
+    seed: u64,
+}
+
+impl HostNodes {
+    /// Gives the library the network; the first one in a process is the one that all tests of it use.
+    pub fn new(seed: u64) -> HostNodes {
+        static GIVEN: OnceLock<()> = OnceLock::new();
+        GIVEN.get_or_init(|| {
+            let options = SimOptions { seed, again_one_in: 50, cq_depth: 1 << 18, ..SimOptions::default() };
+            let network = SimNetwork::start(options, 3, 2).expect("a network");
+            ep::network::replace(Arc::new(network), "for tests");
+        });
+        HostNodes { seed }
+    }
+}
+
+impl Cell for HostNodes {
+    fn name(&self) -> String {
+        format!("host-nodes (network seed {} if this test ran alone)", self.seed)
+    }
+
+    fn run(&self, world: &World, jobs: &[JobId]) -> Outcome {
+        HostThreads.run(world, jobs)
+    }
+}
 
 impl Cell for HostThreads {
     fn name(&self) -> String {

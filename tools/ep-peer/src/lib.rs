@@ -7,7 +7,7 @@ pub mod checksum;
 pub mod content;
 pub mod rng;
 
-use ep_core::host::{Close, Reduction, Term, copy_bytes, reduce};
+use ep_core::host::{Close, Reduction, Term, Values, copy_bytes, reduce};
 use ep_core::tensor::Dtype;
 
 /// The most terms of a sum.
@@ -26,7 +26,8 @@ pub unsafe extern "C" fn epx_reduce(
     count: usize,
 ) -> i32 {
     let (Ok(dtype), 0..=MAX_TERMS) = (Dtype::from_code(dtype), count) else { return 1 };
-    let mut terms = [Term { row: std::ptr::null(), weight: 1.0, close: Close::Nothing }; MAX_TERMS];
+    let mut terms =
+        [Term { row: std::ptr::null(), weight: 1.0, close: Close::Nothing, values: Values::Own }; MAX_TERMS];
     for (i, term) in terms.iter_mut().enumerate().take(count) {
         // SAFETY: by the caller's word.
         term.row = unsafe { *rows.add(i) };

@@ -9,12 +9,14 @@
 //! Time is virtual: nobody waits for a delay, it only orders what happens. [`SimNet::stepped`] runs in the threads
 //! that call it, deterministically; [`SimNet::threaded`] has a thread that lets everything happen.
 
+mod network;
 mod nic;
 mod rng;
 mod world;
 
 use std::sync::Arc;
 
+pub use self::network::SimNetwork;
 pub use self::nic::SimNic;
 pub use self::rng::Rng;
 use self::world::{Shared, World};
