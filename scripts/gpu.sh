@@ -125,6 +125,7 @@ everything() {
     start_mps
     try ranks=4 sms=24
     try what=bench ranks=4 sms=12
+    try what=bench ranks=2 sms=12
     try what=bench ranks=8 sms=16
 }
 
