@@ -144,7 +144,8 @@ fn ranks_leave_nothing_behind_however_they_end() {
 /// go on when the parent says so.
 struct Telltale {
     bootstrap: FileBootstrap,
-    told: bool,
+    rounds: usize,
+    secret: [u8; 16],
 }
 
 impl Bootstrap for Telltale {
@@ -158,12 +159,17 @@ impl Bootstrap for Telltale {
 
     fn all_gather(&mut self, mine: &[u8], deadline: Instant) -> ep_core::Result<Vec<Vec<u8>>> {
         let all = self.bootstrap.all_gather(mine, deadline)?;
-        if self.rank() == 1 && !self.told {
-            self.told = true;
+        self.rounds += 1;
+        match self.rounds {
             // The hello of a rank ends with the secret.
-            let secret = all[0].last_chunk::<16>().expect("a hello is longer");
-            say(format!("secret {}", secret.iter().map(|byte| format!("{byte:02x}")).collect::<String>()));
-            process::hear();
+            1 => self.secret = *all[0].last_chunk::<16>().expect("a hello is longer"),
+            // They know each other's memory, and connect next.
+            2 if self.rank() == 1 => {
+                let digits = self.secret.iter().map(|byte| format!("{byte:02x}"));
+                say(format!("secret {}", digits.collect::<String>()));
+                process::hear();
+            }
+            _ => {}
         }
         Ok(all)
     }
@@ -177,7 +183,8 @@ fn play_host(role: &[String]) {
     let path = Path::new(&role[2]);
     let bootstrap = FileBootstrap::connect(path, rank, 2, deadline).unwrap();
     say("met");
-    let group = Group::create(&config(LONG), Box::new(Telltale { bootstrap, told: false }), deadline);
+    let group =
+        Group::create(&config(LONG), Box::new(Telltale { bootstrap, rounds: 0, secret: [0; 16] }), deadline);
     let group = match group {
         Ok(group) => group,
         Err(error) => return say(format!("failed {error}")),

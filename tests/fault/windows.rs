@@ -61,13 +61,13 @@ fn limit_descriptors(more: Option<usize>) {
     // SAFETY: the address of a struct of the right type.
     assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) }, 0);
     limit.rlim_cur = match more {
-        // The lowest free number is the next one: descriptors are dense here but for what the harness has.
+        // The limit is on numbers: below that of one more, as many are free.
         Some(more) => {
-            // SAFETY: duplicates the standard output; it is closed below.
-            let next = unsafe { libc::dup(1) };
+            // SAFETY: duplicates the standard output; all are closed below.
+            let free: Vec<libc::c_int> = (0..=more).map(|_| unsafe { libc::dup(1) }).collect();
             // SAFETY: made just now.
-            unsafe { libc::close(next) };
-            (next as usize + more) as libc::rlim_t
+            free.iter().for_each(|&fd| assert_eq!(unsafe { libc::close(fd) }, 0));
+            free[more] as libc::rlim_t
         }
         None => limit.rlim_max,
     };

@@ -70,25 +70,28 @@ pub(super) fn join(
 
     let layout = own.layout;
     let Prepared { topology, asking, reason, words, fd, device, mut net, .. } = own;
-    let mapped =
-        map_peers((rank, &words, &fd), listener, asking, &topology, &offers, layout.bytes(), deadline)
-            .and_then(|(segments, links)| {
-                let reach = Reach {
-                    rank,
-                    topology: &topology,
-                    links: &links,
-                    device: backend.device.as_deref(),
-                    deadline,
-                };
-                let node_of = topology.node_of().to_vec();
-                let membership =
-                    Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
-                let device = device.join(backend, &reach, &offers.device, membership)?;
-                if let Some(net) = &mut net {
-                    net.connect(&topology, &offers.ports, deadline)?;
-                }
-                Ok((segments, links, device))
-            });
+    let asking = ask_peers(rank, &listener, asking, &topology, &hellos);
+    let mapped = asking
+        .and_then(|asking| {
+            let own = (rank, &words, &fd);
+            map_peers(own, listener, asking, &topology, &offers, layout.bytes(), deadline)
+        })
+        .and_then(|(segments, links)| {
+            let reach = Reach {
+                rank,
+                topology: &topology,
+                links: &links,
+                device: backend.device.as_deref(),
+                deadline,
+            };
+            let node_of = topology.node_of().to_vec();
+            let membership = Membership { rank, num_ranks, config, layout, node_of, segments: Vec::new() };
+            let device = device.join(backend, &reach, &offers.device, membership)?;
+            if let Some(net) = &mut net {
+                net.connect(&topology, &offers.ports, deadline)?;
+            }
+            Ok((segments, links, device))
+        });
     let (segments, links, device) = settle(bootstrap, mapped, deadline)?;
     if let Some(net) = &net {
         settle(bootstrap, net.port.probe(deadline), deadline)?;
@@ -241,6 +244,24 @@ fn exchange_offers(
 fn could_not_join(rank: usize, refusal: &[u8]) -> Error {
     let why = String::from_utf8_lossy(refusal.get(1..).unwrap_or_default());
     Error::new(Status::Bootstrap, format!("rank {rank} could not join: {why}"))
+}
+
+/// Connects to the ranks of other processes that share memory with this one, where that was not done before.
+fn ask_peers(
+    rank: usize,
+    listener: &Listener,
+    mut asking: Vec<(usize, OwnedFd)>,
+    topology: &Topology,
+    hellos: &[Hello],
+) -> Result<Vec<(usize, OwnedFd)>> {
+    let of_before = asking.len();
+    for &peer in topology.locals() {
+        let asked = asking[..of_before].iter().any(|(other, _)| *other == peer);
+        if !asked && hellos[peer].process != hellos[rank].process {
+            asking.push((peer, listener.ask(rank, peer, &hellos[peer].socket)?));
+        }
+    }
+    Ok(asking)
 }
 
 /// Maps the segments of the ranks that share memory: those of this process are found in its registry, the others

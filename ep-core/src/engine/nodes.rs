@@ -15,7 +15,8 @@ use crate::error::{Error, Result, Status};
 /// The way to every rank.
 pub(super) struct Nodes {
     pub(super) topology: Topology,
-    /// Connections to the ranks of other processes that share memory with this one, in which this rank asks.
+    /// Connections in which this rank asks, to ranks of other processes that share memory with it; those that were
+    /// made to find that out.
     pub(super) asking: Vec<(usize, OwnedFd)>,
     /// Why messages go between nodes, or why they do not.
     pub(super) reason: String,
@@ -41,18 +42,19 @@ pub(super) fn find(
     if transport == Transport::Fabric && !has_network {
         return Err(no_network(backend, hellos, "EP_TRANSPORT_FABRIC was asked for"));
     }
+    let direct = Route::from_code(config.route)? == Route::Direct;
     if transport == Transport::Fabric && has_ids {
-        return apart(config, backend, listener, hellos, rank, named, "asked for");
+        let topology = Topology::of_nodes(rank, named, direct);
+        return Ok(Nodes { topology, asking: Vec::new(), reason: String::from("asked for") });
     }
     let of_one_process = hellos.iter().all(|hello| hello.process == hellos[0].process);
     if transport == Transport::SharedMemory || !has_network || of_one_process {
-        let asking = ask_all(listener, rank, hellos, |_| true)?;
         let reason = match transport {
-            Transport::SharedMemory => String::from("shared memory was asked for"),
+            Transport::SharedMemory => String::from("asked for"),
             _ if of_one_process => String::from("all ranks are threads of one process"),
             _ => format!("without a network ({})", backend.network_reason),
         };
-        return Ok(Nodes { topology: Topology::of_one_memory(rank, named), asking, reason });
+        return Ok(Nodes { topology: Topology::of_one_memory(rank, named), asking: Vec::new(), reason });
     }
     let mut asking = Vec::new();
     let mut reached = vec![0u8; hellos.len().div_ceil(8)];
@@ -77,39 +79,8 @@ pub(super) fn find(
     let node_of = if has_ids { within(&named, &found)? } else { found };
     let own = node_of[rank];
     asking.retain(|(peer, _)| node_of[*peer] == own);
-    let direct = Route::from_code(config.route)? == Route::Direct;
     let reason = String::from("not all ranks reach each other's memory");
     Ok(Nodes { topology: Topology::of_nodes(rank, node_of, direct), asking, reason })
-}
-
-/// Nodes by id, with the network between them whatever they could share.
-fn apart(
-    config: &GroupConfig,
-    backend: &Backend,
-    listener: &Listener,
-    hellos: &[Hello],
-    rank: usize,
-    node_of: Vec<usize>,
-    why: &str,
-) -> Result<Nodes> {
-    let own = node_of[rank];
-    let asking = ask_all(listener, rank, hellos, |peer| node_of[peer] == own)
-        .map_err(|error| Error::new(error.status, format!("{}; their node_id is the same", error.message)))?;
-    let _ = backend;
-    let direct = Route::from_code(config.route)? == Route::Direct;
-    Ok(Nodes { topology: Topology::of_nodes(rank, node_of, direct), asking, reason: String::from(why) })
-}
-
-/// Connects to the ranks of other processes for which `shares` holds.
-fn ask_all(
-    listener: &Listener,
-    rank: usize,
-    hellos: &[Hello],
-    shares: impl Fn(usize) -> bool,
-) -> Result<Vec<(usize, OwnedFd)>> {
-    let elsewhere = |peer: &usize| hellos[*peer].process != hellos[rank].process && shares(*peer);
-    let ask = |peer: usize| Ok((peer, listener.ask(rank, peer, &hellos[peer].socket)?));
-    (0..hellos.len()).filter(elsewhere).map(ask).collect()
 }
 
 fn no_network(backend: &Backend, hellos: &[Hello], what: &str) -> Error {
