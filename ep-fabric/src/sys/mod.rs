@@ -6,6 +6,7 @@
 
 #[expect(non_camel_case_types, unreachable_pub, reason = "generated from C headers")]
 #[allow(dead_code, reason = "enumerations come whole")]
+#[rustfmt::skip]
 mod bindings;
 pub(crate) mod library;
 pub(crate) mod newer;
