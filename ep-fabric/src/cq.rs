@@ -49,17 +49,21 @@ pub(crate) struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// Opens a queue for `depth` completions, with a descriptor to sleep on if the provider has such.
+    /// Opens a queue for `depth` completions, with the first of `waits` that the provider has.
     ///
     /// # Errors
     /// What libfabric says, with the call and the depth.
-    pub(crate) fn open(domain: Rc<Domain>, depth: usize) -> Result<Rc<CompletionQueue>> {
+    pub(crate) fn open(
+        domain: Rc<Domain>,
+        depth: usize,
+        waits: &[sys::fi_wait_obj],
+    ) -> Result<Rc<CompletionQueue>> {
         // SAFETY: the domain is open.
         let open = op!(unsafe { (*domain.raw()).ops }, fi_ops_domain::cq_open)
             .ok_or_else(|| sys::missing("fi_cq_open"))?;
         let mut raw = ptr::null_mut();
         let mut code = 0;
-        for wait_obj in [sys::FI_WAIT_FD, sys::FI_WAIT_NONE] {
+        for &wait_obj in waits {
             // SAFETY: integers and a pointer that may be null.
             let mut attr: fi_cq_attr = unsafe { std::mem::zeroed() };
             (attr.size, attr.format, attr.wait_obj) = (depth, sys::FI_CQ_FORMAT_DATA, wait_obj);

@@ -1,6 +1,6 @@
 //! Which provider is used, on which NICs, and why.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, UdpSocket};
 use std::sync::Arc;
 
 use ep_core::{Error, Result, Status};
@@ -201,7 +201,9 @@ fn named_nic(
     if let Some(&at) = fitting.first() {
         return infos[at].duplicate();
     }
+    // libfabric takes any address for one of this machine's; a socket does not.
     if let Ok(address) = name.parse::<IpAddr>()
+        && UdpSocket::bind((address, 0)).is_ok()
         && let Some(info) = Info::query(library, needs, Some(address))?
             .into_iter()
             .find(|info| Offer::of(info).kind == kind && info.ip() == Some(address))
