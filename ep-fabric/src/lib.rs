@@ -29,6 +29,8 @@ mod self_test;
 pub mod settings;
 mod slots;
 pub mod sys;
+#[cfg(test)]
+mod tests;
 pub mod transport;
 
 pub use nic::Nic;
