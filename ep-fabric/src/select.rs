@@ -16,6 +16,16 @@ const IMMEDIATE_BYTES: usize = 4;
 /// ranks of the same machine only (`shm`), or serve no endpoint of one thread well (`sockets`, `udp;ofi_rxd`).
 const RANK: [&str; 5] = ["efa-direct", "efa", "tcp", "net", "tcp;ofi_rxm"];
 
+/// What a process on this machine would use, for people: the choice and its reason, and the NICs.
+///
+/// # Errors
+/// As [`Library::open`], [`Settings::from_env`] and [`Selection::make`].
+pub fn survey() -> Result<(String, Vec<String>)> {
+    let library = Library::open()?;
+    let selection = Selection::make(&library, &Settings::from_env()?, false)?;
+    Ok((format!("{}; {library}", selection.reason()), selection.nics()))
+}
+
 /// What the choice looks at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Offer {

@@ -1,7 +1,7 @@
 //! The C interface of libfabric: types of 1.17, what came later, and the library itself.
 //!
 //! libfabric exports a handful of functions; everything else is called through tables of operations that each
-//! object points to. [`op`](crate::sys::op) reads an entry of such a table after it has checked that the table
+//! object points to. `op!` reads an entry of such a table after it has checked that the table
 //! is long enough: a provider that is older than the headers has shorter ones.
 
 #[expect(non_camel_case_types, unreachable_pub, reason = "generated from C headers")]

@@ -3,6 +3,6 @@
 mod efa;
 #[expect(
     clippy::undocumented_unsafe_blocks,
-    reason = "it stands in for C: its pointers are those of libfabric's interface, made by it or by the crate under test"
+    reason = "it stands in for C: its pointers are made by it or by the crate under test"
 )]
 mod fake;
