@@ -178,7 +178,7 @@ int main(int argc, char **argv) {
     static char line[LINE];
     setvbuf(stdout, NULL, _IOLBF, 0);
     num_nics = argc - 2;
-    if (num_nics < 1 || num_nics > MAX_NICS || posix_memalign((void **)&buffer, 4096, BUFFER))
+    if (num_nics < 1 || num_nics > MAX_NICS || posix_memalign((void **)&buffer, 64, BUFFER))
         return 2;
     memset(buffer, 1, BUFFER);
     for (int i = 0; i < num_nics; i++)

@@ -42,7 +42,7 @@ fn rounded(x: f64, digits: i32) -> f64 {
 }
 
 /// The middle one, or the mean of the two.
-fn median(values: &[f64]) -> f64 {
+pub(super) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let (low, high) = ((sorted.len() - 1) / 2, sorted.len() / 2);
