@@ -7,7 +7,7 @@ use ep_core::{Error, Result};
 /// Variable, what it is without being set, for `ep info`. libfabric's own, as `FI_PROVIDER`, hold besides.
 pub const SETTINGS: [(&str, &str); 6] = [
     (crate::sys::library::PATH_SETTING, "the one loaded, that of EFA, or the loader's"),
-    ("EP_FABRIC_PROVIDER", "the best: efa-direct, efa, tcp, net, tcp;ofi_rxm"),
+    ("EP_FABRIC_PROVIDER", "the best: efa-direct, efa, tcp, tcp;ofi_rxm, net"),
     ("EP_FABRIC_NICS", "EFA: all; else the first interface that is no loopback"),
     ("EP_FABRIC_TX_DEPTH", "the provider's, at most 4096 writes in flight"),
     ("EP_FABRIC_CQ_DEPTH", "8192 completions"),
