@@ -208,7 +208,7 @@ impl Transport for Nic {
     fn deregister(&mut self, id: RegionId) -> Result<()> {
         match self.regions.get_mut(id.0 as usize).and_then(Option::take) {
             Some(region) => region.close(),
-            None => Err(refuse(format!("region {} is not registered", id.0))),
+            None => Err(Error::invalid(format!("{}: region {} is not registered", self.limits.name, id.0))),
         }
     }
 
@@ -278,6 +278,7 @@ impl Transport for Nic {
                     // Others than EFA carry 64 bits; the protocol has 32.
                     out.push(Completion::Arrived { immediate: entry.data as u32 });
                 }
+                // Anything else is of no write that was posted here or has an immediate: nobody waits for it.
             }
             if found < room {
                 return Ok(());
