@@ -7,6 +7,7 @@
 //! | [`plan`] | a routing as counts, prefix sums and rows; pure arithmetic |
 //! | [`wire`], [`layout`] | what ranks write into each other's memory, and where |
 //! | [`mem`] | shared memory and the words in it |
+//! | [`net`] | between nodes: links over NICs, and the proxy that serves them |
 //! | [`host`] | the host device: the stages of a call, over shared memory |
 //! | [`engine`] | groups, windows, plans and streams: the Rust API |
 //! | [`reference`](mod@reference) | the oracle of dispatch and combine |
@@ -20,6 +21,7 @@ pub mod error;
 pub mod host;
 pub mod layout;
 pub mod mem;
+pub mod net;
 pub mod perturb;
 pub mod plan;
 pub mod proto;

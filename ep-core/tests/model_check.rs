@@ -9,7 +9,7 @@ mod model;
 use std::fmt::Debug;
 use std::hash::Hash;
 
-use model::{AGREED, ENDED, EPOCHS, MEMORY, NAMED, RESULT, ring};
+use model::{AGREED, ENDED, EPOCHS, MEMORY, NAMED, RESULT, link, proxy, reuse, ring};
 use model::{COMBINE, Call, Config, DISPATCH, Deadlines, FAILED, Issue, Mistake, UPDATE};
 use stateright::{Checker, HasDiscoveries, Model};
 
@@ -232,4 +232,54 @@ fn rings_wrap_give_room_back_and_survive_failed_epochs() {
     let large = ring::Config { epochs: vec![(vec![3, 6], false)], ..one };
     assert!(large.ring().max_piece() < 6);
     finds("ring: a piece larger than the ring can take", ring::ENDED, large);
+}
+
+#[test]
+fn slots_between_nodes_are_used_again_only_when_they_are_free() {
+    use link::Mistake::*;
+    let rows = link::Config { window: 2, messages: 7, pieces: 1, bits: 2, answers: false, mistake: None };
+    holds("rows, window 2", 300, rows);
+    holds("rows, window 3", 1_000, link::Config { window: 3, bits: 3, ..rows });
+    holds("rows, window 4", 10_000, link::Config { window: 4, bits: 3, ..rows });
+    holds("rows, window 1", 20, link::Config { window: 1, bits: 1, ..rows });
+    let cut = link::Config { pieces: 2, messages: 6, ..rows };
+    holds("rows in two pieces", 1_000, cut);
+    let answers = link::Config { answers: true, messages: 6, ..rows };
+    holds("requests and answers", 1_000, answers);
+    holds("requests and answers in two pieces", 10_000, link::Config { pieces: 2, messages: 4, ..answers });
+    let with = |mistake, config| link::Config { mistake: Some(mistake), ..config };
+    finds("lands with one piece", link::CONTENT, with(LandsWithOnePiece, cut));
+    finds("notice before bytes", link::CONTENT, with(NoticeBeforeBytes, rows));
+    finds("sent when posted", link::CONTENT, with(SentWhenPosted, rows));
+    finds("credit when landed", link::CONTENT, with(CreditWhenLanded, rows));
+    finds("credit with gaps", link::CONTENT, with(CreditWithGaps, rows));
+    finds("credit is a total", link::ENDED, with(CreditIsTotal, rows));
+    finds("credit too late", link::ENDED, with(CreditTooLate, rows));
+    finds("a number of one bit less", link::CONTENT, with(NumberTooShort, rows));
+    finds("request when the answer landed", link::CONTENT, with(RequestWhenAnswerLanded, answers));
+}
+
+#[test]
+fn a_dead_peer_beside_living_ones_holds_nobody_up() {
+    use proxy::Mistake::*;
+    let commands = vec![0, 1, 0, 1, 2, 2];
+    let dead = proxy::Config { commands, tx_depth: 3, window: 2, dead: Some(0), mistake: None };
+    holds("one of three peers is dead", 100, dead.clone());
+    holds("none is", 100, proxy::Config { dead: None, tx_depth: 1, ..dead.clone() });
+    let with = |mistake| proxy::Config { mistake: Some(mistake), ..dead.clone() };
+    finds("refused commands wait in the ring", proxy::SERVED, with(WaitsInTheRing));
+    finds("refused commands wait in one queue", proxy::SERVED, with(OneQueue));
+    let many = proxy::Config { commands: vec![0, 0, 0, 1, 1], ..with(NoCredit) };
+    finds("a dead peer's writes fill the send queue", proxy::SERVED, many);
+    let full = proxy::Config { tx_depth: 2, ..dead.clone() };
+    finds("a send queue no larger than a window", proxy::SERVED, full);
+}
+
+#[test]
+fn late_writes_of_a_rank_that_stopped_and_goes_on_touch_nothing_in_use() {
+    use reuse::Mistake::*;
+    holds("a stopped sender and two groups", 100, reuse::Config { mistake: None });
+    for mistake in [FreedBeforeDeregistered, IncarnationIgnored, FreedWithWritesInFlight] {
+        finds(&format!("reuse: {mistake:?}"), reuse::SAFE, reuse::Config { mistake: Some(mistake) });
+    }
 }

@@ -69,8 +69,10 @@
 //!
 //! The consumer side of a ring is not a state: pieces are taken in every state of a peer, as they come.
 
+mod link;
 mod words;
 
+pub use link::{Window, expand, has_landed};
 pub use words::{DESC_SLOTS, Ring, has_arrived, slot_of};
 
 /// What a collective call does.

@@ -9,6 +9,9 @@ mod calls;
 mod config;
 mod faults;
 mod hashing;
+pub(crate) mod link;
+pub(crate) mod proxy;
+pub(crate) mod reuse;
 pub(crate) mod ring;
 
 pub(crate) use config::{COMBINE, Call, Config, DISPATCH, Deadlines, FAILED, Issue, Mistake, UPDATE};
