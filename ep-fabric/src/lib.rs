@@ -31,8 +31,8 @@ mod slots;
 pub mod sys;
 #[cfg(test)]
 mod tests;
-pub mod transport;
 
+pub use ep_core::net::transport;
 pub use nic::Nic;
 pub use select::Selection;
 pub use settings::Settings;
