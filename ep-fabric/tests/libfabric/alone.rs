@@ -5,6 +5,7 @@ use ep_fabric::transport::Transport;
 use ep_fabric::{Library, Nic, Selection, Settings, budget};
 
 use crate::cell::{Cell, alone, cells, text_of};
+use crate::ports;
 use crate::rank::selection;
 
 /// The process of a test here; started by [`crate::cell`] only.
@@ -17,12 +18,13 @@ pub(crate) fn scene(name: &str) {
         "no_nic" => no_nic(),
         "too_deep" => too_deep(),
         "limits" => limits(),
+        "ports" => ports::scene(),
         other => panic!("no scene {other}"),
     }
 }
 
 #[track_caller]
-fn assert_runs(cell: &Cell, scene: &str, settings: &[(&str, &str)]) {
+pub(crate) fn assert_runs(cell: &Cell, scene: &str, settings: &[(&str, &str)]) {
     let output = alone(cell, scene, settings);
     assert!(output.status.success(), "{cell:?} {scene}: {}\n{}", output.status, text_of(&output));
 }

@@ -7,8 +7,10 @@
 //! | [`rank`] | one of the two processes: a NIC, memory, the other's address |
 //! | [`scenes`] | what two ranks do |
 //! | [`alone`] | what one process can see by itself |
+//! | [`ports`] | ranks as threads, each with a proxy over two NICs |
 
 mod alone;
 mod cell;
+mod ports;
 mod rank;
 mod scenes;
