@@ -25,7 +25,7 @@ use crate::output::say;
 use crate::progress::Progress;
 use pair::{Mode, Pair, Run};
 pub(crate) use rank::serve;
-use report::Line;
+use report::{Line, median};
 
 /// The hidden subcommand.
 pub(crate) const FABRIC_COMMAND: &str = "fabric-process";
@@ -50,9 +50,12 @@ struct Network {
     timeout: Duration,
 }
 
-/// Nanoseconds of a write of one side, round by round.
+/// The rounds of one side that waits in one way.
 struct Rounds {
     mode: Mode,
+    /// Of each round.
+    writes: usize,
+    /// Nanoseconds of a write, round by round.
     ns: Vec<f64>,
 }
 
@@ -124,7 +127,8 @@ fn network(args: &FabricArgs) -> Result<(Network, String)> {
     Ok((network, format!("{}; {library}", selection.reason())))
 }
 
-/// Rounds of ours and the peer's in turns, and a check of what arrives.
+/// Rounds of ours and the peer's in turns, and a check of what arrives. Which way to wait is the faster one is
+/// known when all rounds are.
 fn measure(
     network: &Network,
     shape: Shape,
@@ -134,25 +138,27 @@ fn measure(
 ) -> Result<Line> {
     let round = Duration::from_millis(if args.quick { 5 } else { args.round_ms as u64 });
     let num_rounds = if args.quick { 1 } else { args.rounds };
-    let (mode, mut writes) = ours.trial(shape, round)?;
-    let mut our_rounds = Rounds { mode, ns: Vec::new() };
-    let mut raw_rounds = None;
-    if let Some(raw) = &mut raw {
-        let (mode, of_raw) = raw.trial(shape, round)?;
-        writes = writes.min(of_raw);
-        raw_rounds = Some(Rounds { mode, ns: Vec::new() });
-    }
+    let mut our_rounds = ours.trial(shape, round)?;
+    let mut raw_rounds = raw.as_mut().map(|raw| raw.trial(shape, round)).transpose()?.unwrap_or_default();
+    let time = |pair: &mut Pair, rounds: &mut Vec<Rounds>| -> Result<()> {
+        for rounds in rounds {
+            let ns = pair.run(Run { shape, writes: rounds.writes, mode: rounds.mode })?;
+            rounds.ns.push(ns as f64 / rounds.writes as f64);
+        }
+        Ok(())
+    };
     for _ in 0..num_rounds {
-        let time = |pair: &mut Pair, rounds: &mut Rounds| -> Result<()> {
-            let ns = pair.run(Run { shape, writes, mode: rounds.mode })?;
-            rounds.ns.push(ns as f64 / writes as f64);
-            Ok(())
-        };
         time(ours, &mut our_rounds)?;
-        if let (Some(raw), Some(rounds)) = (&mut raw, &mut raw_rounds) {
-            time(raw, rounds)?;
+        if let Some(raw) = &mut raw {
+            time(raw, &mut raw_rounds)?;
         }
     }
-    ours.verify(shape, mode)?;
-    Ok(Line::new(network, shape, writes, &our_rounds, raw_rounds.as_ref()))
+    let our_rounds = fastest(our_rounds).context("one way to wait is the faster")?;
+    ours.verify(shape, our_rounds.mode)?;
+    Ok(Line::new(network, shape, &our_rounds, fastest(raw_rounds).as_ref()))
+}
+
+/// The rounds with the least median.
+fn fastest(rounds: Vec<Rounds>) -> Option<Rounds> {
+    rounds.into_iter().min_by(|a, b| median(&a.ns).total_cmp(&median(&b.ns)))
 }

@@ -9,8 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use serde::Serialize;
 
-use super::report::median;
-use super::{FABRIC_COMMAND, Network, Shape};
+use super::{FABRIC_COMMAND, Network, Rounds, Shape};
 
 /// How completions are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -34,9 +33,10 @@ pub(super) struct Run {
 const MAX_WRITES: usize = 1 << 22;
 /// Most writes that are compared.
 const MAX_VERIFIED: usize = 4096;
-/// Time of a try of the trial, as a part of a round's, and tries of each mode.
+/// Time of a trial, as a part of a round's.
 const TRIAL_PART: u32 = 4;
-const TRIES: usize = 5;
+/// A mode that is slower by this factor in its trial is not measured; less may be what else the machine does.
+const CLOSE: f64 = 20.0;
 
 struct Process {
     child: Child,
@@ -150,37 +150,34 @@ impl Pair {
         sent.trim().parse().with_context(|| format!("{} answered {sent:?}", self.who))
     }
 
-    /// The faster mode, and how many writes take about `round` with it.
+    /// The modes that may be the fastest, each with as many writes as take about `round`.
     ///
     /// # Errors
     /// As [`Pair::run`].
-    pub(super) fn trial(&mut self, shape: Shape, round: Duration) -> Result<(Mode, usize)> {
+    pub(super) fn trial(&mut self, shape: Shape, round: Duration) -> Result<Vec<Rounds>> {
+        // The first writes make connections, and touch the memory.
+        self.run(Run { shape, writes: shape.window, mode: Mode::Sleep })?;
         let enough = (round / TRIAL_PART).as_nanos() as u64;
         let mut tries = Vec::new();
         for mode in [Mode::Sleep, Mode::Spin] {
             let mut writes = shape.window;
-            loop {
+            let per_write = loop {
                 let ns = self.run(Run { shape, writes, mode })?.max(1);
                 if ns >= enough || writes >= MAX_WRITES {
-                    tries.push((mode, writes, vec![ns as f64 / writes as f64]));
-                    break;
+                    break ns as f64 / writes as f64;
                 }
                 let factor = (enough as f64 / ns as f64 * 1.2).clamp(2.0, 8.0);
                 writes = ((writes as f64 * factor) as usize).min(MAX_WRITES);
-            }
+            };
+            tries.push((mode, per_write));
         }
-        // In turns: what else the machine does falls upon both.
-        for _ in 1..TRIES {
-            for (mode, writes, per_write) in &mut tries {
-                let ns = self.run(Run { shape, writes: *writes, mode: *mode })?;
-                per_write.push(ns as f64 / *writes as f64);
-            }
-        }
-        let medians = tries.iter().map(|(mode, _, per_write)| (median(per_write), *mode));
-        let best = medians.min_by(|a, b| a.0.total_cmp(&b.0));
-        let (per_write, mode) = best.context("two modes were tried")?;
-        let batches = (round.as_nanos() as f64 / per_write / shape.window as f64).ceil() as usize;
-        Ok((mode, (batches.max(1) * shape.window).min(MAX_WRITES)))
+        let least = tries.iter().map(|(_, per_write)| *per_write).fold(f64::INFINITY, f64::min);
+        let close = tries.into_iter().filter(|(_, per_write)| *per_write <= CLOSE * least);
+        let rounds = close.map(|(mode, per_write)| {
+            let batches = (round.as_nanos() as f64 / per_write / shape.window as f64).ceil() as usize;
+            Rounds { mode, writes: (batches.max(1) * shape.window).min(MAX_WRITES), ns: Vec::new() }
+        });
+        Ok(rounds.collect())
     }
 
     /// Fills the buffers, writes places once, and has process 1 look. For our processes only.

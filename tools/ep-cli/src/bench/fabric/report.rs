@@ -50,13 +50,7 @@ pub(super) fn median(values: &[f64]) -> f64 {
 }
 
 impl Line {
-    pub(super) fn new(
-        network: &Network,
-        shape: Shape,
-        writes: usize,
-        ours: &Rounds,
-        raw: Option<&Rounds>,
-    ) -> Line {
+    pub(super) fn new(network: &Network, shape: Shape, ours: &Rounds, raw: Option<&Rounds>) -> Line {
         let us = |rounds: &Rounds| median(&rounds.ns) / 1e3;
         let mbs = |us: f64| rounded(shape.bytes as f64 / us, 2);
         let ratio = |raw: &Rounds| {
@@ -71,7 +65,7 @@ impl Line {
             bytes: shape.bytes,
             window: shape.window,
             rounds: ours.ns.len(),
-            writes,
+            writes: ours.writes,
             mode: ours.mode,
             us: rounded(us(ours), 3),
             mbs: mbs(us(ours)),
@@ -140,7 +134,7 @@ pub(super) fn table(lines: &[Line]) -> String {
 pub(super) const EXPLANATION: &str = "
 us     time of a write: that of a round over its writes, the median of the rounds; until the bytes lie there
 MB/s   10^6 bytes a second, M/s: 10^6 writes a second
-mode   how completions are waited for: whichever a trial found faster
+mode   how completions are waited for: whichever was faster
 ratio  the raw peer's time over ours: the median of pairs of rounds, one after the other
 verified: up to 4096 places of 16 MiB were written once more, and all of its bytes compared";
 
@@ -159,10 +153,10 @@ mod tests {
             addresses: Vec::new(),
             timeout: Duration::ZERO,
         };
-        let ours = Rounds { mode: Mode::Sleep, ns: vec![1000.0, 8000.0, 2000.0] };
-        let raw = Rounds { mode: Mode::Spin, ns: vec![900.0, 8800.0, 2000.0] };
+        let ours = Rounds { mode: Mode::Sleep, writes: 160, ns: vec![1000.0, 8000.0, 2000.0] };
+        let raw = Rounds { mode: Mode::Spin, writes: 80, ns: vec![900.0, 8800.0, 2000.0] };
         let shape = Shape { bytes: 8192, window: 16, nics: 2 };
-        let line = Line::new(&network, shape, 160, &ours, Some(&raw));
+        let line = Line::new(&network, shape, &ours, Some(&raw));
         let json = serde_json::to_value(&line)?;
         assert_eq!((&json["us"], &json["mbs"], &json["ratio"]), (&2.0.into(), &4096.0.into(), &1.0.into()));
         assert_eq!((&json["mode"], &json["peer_mode"]), (&"sleep".into(), &"spin".into()));
