@@ -153,9 +153,12 @@ typedef struct ep_unique_id {
     uint8_t bytes[128];
 } ep_unique_id_t;
 
-/* Makes a rendezvous served by this process, on the address in EP_BOOTSTRAP_ADDR ("ip" or "ip:port"),
- * without it on 127.0.0.1. The process must stay until every rank has destroyed its group.
- * Local, does not block, any thread. Errors: EP_ERR_SYSTEM. */
+/* Makes a rendezvous served by this process, on the address in EP_BOOTSTRAP_ADDR ("ip" or "host", with
+ * ":port" if the system shall not choose one), without it on 127.0.0.1. An address that is not this host's
+ * but leads here by translation, as a Kubernetes Service does, needs the port: peers connect to it, this
+ * process listens at all its addresses. The process must stay until every rank has destroyed its group.
+ * Local, does not block (but for resolving a host name), any thread.
+ * Errors: EP_ERR_SYSTEM, EP_ERR_INVALID_ARGUMENT (what EP_BOOTSTRAP_ADDR holds). */
 EP_API ep_status_t ep_unique_id_create(ep_unique_id_t *id_out);
 
 /* Makes the same id in every process from an address that all know ("host:port", as torchrun's
@@ -224,12 +227,15 @@ static inline ep_status_t ep_group_create(const ep_group_config_t *config, const
 EP_API ep_status_t ep_group_destroy(ep_group_t *group, uint32_t timeout_ms);
 
 /* Breaks the group: calls in progress and later ones return EP_ERR_ABORTED, here and, as soon as they
- * see it, on the peers. Local, never waits, any thread. */
+ * see it, on the peers. So does an ep_window_allocate in progress, unless it is inside the caller's own
+ * all_gather, which has its own deadline. Local, never waits, any thread. */
 EP_API ep_status_t ep_group_abort(ep_group_t *group);
 
 enum { EP_RANK_ALIVE = 0, EP_RANK_LOST = 1 };
 
-/* The first error that broke the group. status is EP_OK while nothing has. */
+/* The first error that broke the group. status is EP_OK while nothing has. Of a group on a device also, once
+ * each and while nothing broke it, errors of single calls that were found after the call was queued
+ * (EP_ERR_MISMATCH, EP_ERR_OUT_OF_RANGE); the group lives on. */
 typedef struct ep_error_info {
     uint32_t struct_size;
     ep_status_t status;
@@ -320,8 +326,10 @@ EP_API ep_status_t ep_window_register(ep_group_t *group, void *data, size_t byte
 EP_API ep_status_t ep_window_data(ep_window_t *window, void **data_out, size_t *bytes_out);
 
 /* Ends the use of the window on this rank. Local. No call of any rank that writes or reads this rank's
- * part may be in progress. The memory returns to the system when every rank has released it or left.
- * After a failed call it stays safe to release: a late writer keeps its own mapping. NULL is allowed. */
+ * part may be in progress. After it this rank cannot reach its peers' parts either: a call in which one of
+ * them still uses its part breaks the group (EP_ERR_PEER_LOST). The memory returns to the system when every
+ * rank has released it or left. After a failed call it stays safe to release: a late writer keeps its own
+ * mapping. NULL is allowed. */
 EP_API ep_status_t ep_window_release(ep_window_t *window);
 
 /* ---- Plan ----------------------------------------------------------------------------------------- */

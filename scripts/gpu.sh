@@ -5,6 +5,7 @@
 #   scripts/gpu.sh run              there, from the root of the same tree: check, then measure
 #   scripts/gpu.sh run ARG...       the same with arguments for gpu_check, see ep-cuda/examples/gpu_check
 #   scripts/gpu.sh conformance      there: tests/conformance on CUDA, through the C ABI
+#   scripts/gpu.sh sanitize         there: the checks under compute-sanitizer
 #
 # EP_CUDA_ARCHS (build) is sm_90a unless set. `run` refuses programs that were built from another tree.
 # Several ranks share one GPU through MPS, which `run` starts with directories of its own, and stops.
@@ -65,9 +66,27 @@ try() {
     timeout 200 "$out/gpu_check" "$@" || status=1
 }
 
-# At most 16 ranks, which share the SMs of one GPU.
+# At most 16 ranks, which share the SMs of one GPU, with calls in two lanes. Under MPS a process has two hardware
+# queues unless told otherwise, and streams that share one wait for each other.
 conform() {
-    EP_CUDA_MAX_SMS=${EP_CUDA_MAX_SMS:-8} timeout 500 "$out/conformance" cuda_ --ignored --test-threads=1 || status=1
+    export EP_CUDA_MAX_SMS=${EP_CUDA_MAX_SMS:-4} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-4}
+    timeout 500 "$out/conformance" cuda_ --ignored --test-threads=1 || status=1
+}
+
+# One rank alone, and two as threads. racecheck does not know bulk copies, so the kernels that have them on their
+# way here, ep_dispatch, are left out.
+sanitize() {
+    export CUDA_DEVICE_MAX_CONNECTIONS=32
+    local tool ranks small="cases=8 sms=4 tokens=64 hidden=256 timeout_ms=60000"
+    for tool in memcheck synccheck "racecheck --kernel-name regex=ep_plan|ep_combine"; do
+        for ranks in "ranks=1" "ranks=2 threads=1"; do
+            printf '\n== %s %s\n' "$tool" "$ranks"
+            # API errors are no findings: a kernel is looked for in one module after the other.
+            # shellcheck disable=SC2086
+            timeout 200 compute-sanitizer --tool $tool --report-api-errors no --target-processes all \
+                --error-exitcode 1 "$out/gpu_check" what=check $ranks $small || status=1
+        done
+    done
 }
 
 # run COMMAND...: checks the tree, then runs a function under MPS.
@@ -93,7 +112,10 @@ only() {
 everything() {
     try what=check ranks=1 cases=12 seed=3
     try what=check ranks=3 cases=32 seed=2
-    try what=graph ranks=4
+    try what=graph ranks=4 sms=16
+    try what=alone ranks=1 cases=16
+    CUDA_DEVICE_MAX_CONNECTIONS=1 try what=alone ranks=1 cases=8 seed=2
+    try what=litmus ranks=3 sms=8
     # Threads of a process share its hardware queues: a queue each, or a rank waits behind its peer.
     CUDA_DEVICE_MAX_CONNECTIONS=32 try what=check threads=1 ranks=3 cases=12 seed=4 tokens=512
     try what=faults ranks=3
@@ -101,6 +123,7 @@ everything() {
     stop_mps
     start_mps
     try ranks=4 sms=24
+    try what=bench ranks=4 sms=12
     try what=bench ranks=8 sms=16
 }
 
@@ -111,8 +134,9 @@ run)
     if [ $# -gt 0 ]; then run only "$@"; else run everything; fi
     ;;
 conformance) run conform ;;
+sanitize) run sanitize ;;
 *)
-    say "usage: scripts/gpu.sh build | run [ARG...] | conformance"
+    say "usage: scripts/gpu.sh build | run [ARG...] | conformance | sanitize"
     exit 2
     ;;
 esac

@@ -28,11 +28,11 @@ pub const ERROR: usize = LINE;
 const HEADER_BYTES: usize = 4096;
 const _: () = assert!(ERROR + ERROR_BYTES <= HEADER_BYTES);
 
-/// Staging memory of a lane, all rings together, when the caller does not choose: four rings of 256 KiB
-/// stay in a core's cache together with the rows they feed.
-const DEFAULT_RINGS_BYTES: usize = 1 << 20;
+/// Staging memory of a lane, all rings together, when the caller does not choose: what a rank hands over in a
+/// turn is worth the change of process, and the rings of four ranks stay in a shared cache of 16 MiB.
+const DEFAULT_RINGS_BYTES: usize = 4 << 20;
 /// The largest default ring.
-const DEFAULT_RING_MAX: usize = 256 << 10;
+const DEFAULT_RING_MAX: usize = 1 << 20;
 /// The smallest ring: a quarter holds a piece of a token's 256 rows, 64 bytes each.
 pub const RING_MIN: usize = 64 << 10;
 /// The largest ring.

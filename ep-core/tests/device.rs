@@ -25,6 +25,7 @@ struct Script {
     /// What `counts` answers.
     counts: Mutex<Option<Result<Option<Counts>>>>,
     error: Mutex<Option<ErrorInfo>>,
+    call_error: Mutex<Option<ErrorInfo>>,
     lost: Mutex<Option<Error>>,
     windows: Mutex<Vec<(u32, Option<Vec<u64>>)>>,
     aborted: Mutex<Vec<ErrorInfo>>,
@@ -104,6 +105,10 @@ impl DeviceGroup for FakeGroup {
 
     fn error(&self) -> Option<ErrorInfo> {
         self.0.error.lock().unwrap().clone()
+    }
+
+    fn take_call_error(&self) -> Option<ErrorInfo> {
+        self.0.call_error.lock().unwrap().take()
     }
 
     fn abort(&self, info: &ErrorInfo) {

@@ -14,7 +14,7 @@ pub const MAX_TOPK: usize = 64;
 pub const MAX_CHUNKS: usize = 64;
 
 /// Bytes of `ep_cuda_lane_t`.
-pub const LANE_BYTES: usize = 64;
+pub const LANE_BYTES: usize = 384;
 /// Bytes of `ep_cuda_plan_header_t`.
 pub const PLAN_HEADER_BYTES: usize = 64;
 
@@ -38,6 +38,24 @@ pub mod site {
     pub const RING_TOO_SMALL: u32 = 8;
     /// Waiting for room in a ring, or for a message in it.
     pub const DISPATCH_RING: u32 = 9;
+    /// The same in a combine.
+    pub const COMBINE_RING: u32 = 10;
+    /// The call of one of two ranks failed before it began.
+    pub const FAILED: u32 = 20;
+    /// Descriptors differ in the call.
+    pub const OP: u32 = 21;
+    /// … in the plan's config.
+    pub const PLAN_HASH: u32 = 22;
+    /// … in the plan's last update.
+    pub const PLAN_EPOCH: u32 = 23;
+    /// … in the number of payloads.
+    pub const NUM_PAYLOADS: u32 = 24;
+    /// … in their types.
+    pub const DTYPES: u32 = 25;
+    /// … in options.
+    pub const FLAGS: u32 = 26;
+    /// … in the row bytes of payload 0; those of the others follow.
+    pub const ROW_BYTES: u32 = 27;
 }
 
 /// `ep_cuda_report_t`.
@@ -138,6 +156,8 @@ pub struct Plan {
     pub slot_pos: u64,
     /// `[max_tokens * topk]`.
     pub rank_pos: u64,
+    /// `[max_tokens * topk]`, expert-major plans only.
+    pub send_pos: u64,
     /// `[MAX_CHUNKS][num_experts + num_ranks]`.
     pub chunk_counts: u64,
     /// `[num_ranks][1 + num_local]`.

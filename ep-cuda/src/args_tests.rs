@@ -49,6 +49,15 @@ fn assertions() -> String {
         ("BAD_ID", site::BAD_ID),
         ("RING_TOO_SMALL", site::RING_TOO_SMALL),
         ("DISPATCH_RING", site::DISPATCH_RING),
+        ("COMBINE_RING", site::COMBINE_RING),
+        ("FAILED", site::FAILED),
+        ("OP", site::OP),
+        ("PLAN_HASH", site::PLAN_HASH),
+        ("PLAN_EPOCH", site::PLAN_EPOCH),
+        ("NUM_PAYLOADS", site::NUM_PAYLOADS),
+        ("DTYPES", site::DTYPES),
+        ("FLAGS", site::FLAGS),
+        ("ROW_BYTES", site::ROW_BYTES),
     ] {
         unit.equal(&format!("EP_CUDA_SITE_{name}"), value as usize);
     }
@@ -61,7 +70,7 @@ fn assertions() -> String {
     });
     layout!(unit, "ep_cuda_plan_t", Plan {
         hash topk num_experts num_local layout alignment max_tokens header owner first expert slot_pos rank_pos
-        chunk_counts column base expert_rows expert_start host_counts
+        send_pos chunk_counts column base expert_rows expert_start host_counts
     });
     layout!(unit, "ep_cuda_matrix_t", Matrix { data rows cols element row_pitch col_pitch });
     layout!(unit, "ep_cuda_plan_args_t", PlanArgs {
@@ -88,7 +97,7 @@ fn launch_numbers(unit: &mut Unit) {
     let dispatch = launch::dispatch(24);
     unit.equal("EP_DISPATCH_THREADS", dispatch.block);
     unit.equal("EP_DISPATCH_SHARED_BYTES", dispatch.shared);
-    let combine = launch::combine(24);
+    let combine = launch::combine(24, true);
     unit.equal("EP_COMBINE_THREADS", combine.block);
     unit.equal("EP_COMBINE_SHARED_BYTES", combine.shared);
 }

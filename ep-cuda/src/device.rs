@@ -19,8 +19,9 @@ use crate::module::Kernels;
 use crate::pinned::PinnedPool;
 use crate::pool::Pool;
 
-/// Staging rings of a lane, all together: they stay in the L2 cache of an H200 next to the rows they feed.
-const RINGS_BYTES: usize = 8 << 20;
+/// Staging rings of a lane, all together. Ranks that put rows into smaller ones wait for room; these still lie in
+/// the L2 cache of an H200 for the most part.
+const RINGS_BYTES: usize = 16 << 20;
 
 /// One device, with its kernels loaded. Groups on one device share it.
 #[derive(Debug)]

@@ -228,6 +228,10 @@ impl DeviceGroup for CudaGroup {
         self.shared.poll()
     }
 
+    fn take_call_error(&self) -> Option<ErrorInfo> {
+        self.shared.call_errors().iter_mut().find_map(Option::take)
+    }
+
     fn abort(&self, info: &ErrorInfo) {
         let shared = &self.shared;
         shared.report.abort();

@@ -27,7 +27,7 @@ pub(crate) fn chunks(tokens: usize) -> (usize, usize) {
     (chunk, tokens.div_ceil(chunk))
 }
 
-/// Shape of the plan kernels. `bins`: experts and ranks.
+/// Shape of the plan kernels. `bins`: what an update counts.
 pub(crate) fn plan(kernel: Kernel, sms: usize, chunks: usize, bins: usize) -> Shape {
     // The second kernel has one more piece of work: to talk to the peers.
     let work = if kernel == Kernel::PlanPlace { chunks + 1 } else { chunks.max(1) };
@@ -40,9 +40,9 @@ pub(crate) fn dispatch(sms: usize) -> Shape {
     Shape { grid: sms, block: DISPATCH_THREADS, shared: DISPATCH_SHARED_BYTES }
 }
 
-/// Shape of the combine kernel.
-pub(crate) fn combine(sms: usize) -> Shape {
-    Shape { grid: sms, block: COMBINE_THREADS, shared: COMBINE_SHARED_BYTES }
+/// Shape of the combine kernel. `serves`: this rank's rows go through rings.
+pub(crate) fn combine(sms: usize, serves: bool) -> Shape {
+    Shape { grid: sms, block: COMBINE_THREADS, shared: if serves { COMBINE_SHARED_BYTES } else { 0 } }
 }
 
 /// Queues a kernel on a stream.

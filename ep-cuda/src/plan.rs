@@ -21,6 +21,9 @@ use crate::module::{Element, Kernel, Sum};
 use crate::pinned::Pinned;
 use crate::pool::Buffer;
 
+/// `ep::kSlotsOffset` of `ring.cuh`: words and requests before the first message.
+const RING_HEADER_BYTES: u64 = 8192;
+
 /// In the first word of `host_counts`: the update failed.
 const FAILED: u64 = 1 << 63;
 
@@ -32,6 +35,7 @@ struct Layout {
     expert: Range<usize>,
     slot_pos: Range<usize>,
     rank_pos: Range<usize>,
+    send_pos: Range<usize>,
     chunk_counts: Range<usize>,
     column: Range<usize>,
     base: Range<usize>,
@@ -51,6 +55,7 @@ impl Layout {
         };
         let (ranks, experts, local) = (shape.num_ranks(), shape.experts.num_experts(), shape.num_local());
         let slots = shape.max_tokens * shape.topk;
+        let expert_major = shape.layout == config::Layout::ExpertMajor;
         Layout {
             header: array(PLAN_HEADER_BYTES / 4),
             owner: array(experts),
@@ -58,7 +63,8 @@ impl Layout {
             expert: array(slots),
             slot_pos: array(slots),
             rank_pos: array(slots),
-            chunk_counts: array(MAX_CHUNKS * (experts + ranks)),
+            send_pos: array(if expert_major { slots } else { 0 }),
+            chunk_counts: array(MAX_CHUNKS * bins(shape)),
             column: array(ranks * (1 + local)),
             base: array(ranks * (1 + local)),
             expert_rows: array(local),
@@ -82,15 +88,20 @@ pub(crate) fn plan_bytes(shape: &PlanShape) -> Result<usize> {
     if bins(shape) > PLAN_MAX_BINS {
         return Err(Error::new(
             Status::Unsupported,
-            format!("experts and ranks are {}, the CUDA backend has at most {PLAN_MAX_BINS}", bins(shape)),
+            format!(
+                "experts and ranks (twice in EP_LAYOUT_EXPERT_MAJOR) are {}, the CUDA backend has at most \
+                 {PLAN_MAX_BINS}",
+                bins(shape)
+            ),
         ));
     }
     Ok(Layout::new(shape).bytes)
 }
 
-/// What an update counts: assignments per expert, tokens per rank.
+/// What an update counts: slots of each expert, tokens of each rank and, in expert-major layout, its slots.
 fn bins(shape: &PlanShape) -> usize {
-    shape.experts.num_experts() + shape.num_ranks()
+    let per_rank = if shape.layout == config::Layout::ExpertMajor { 2 } else { 1 };
+    shape.experts.num_experts() + per_rank * shape.num_ranks()
 }
 
 /// A plan on a CUDA device.
@@ -192,6 +203,7 @@ fn plan_args(shape: &PlanShape, layout: &Layout, memory: u64, host_counts: u64) 
         expert: at(&layout.expert),
         slot_pos: at(&layout.slot_pos),
         rank_pos: at(&layout.rank_pos),
+        send_pos: at(&layout.send_pos),
         chunk_counts: at(&layout.chunk_counts),
         column: at(&layout.column),
         base: at(&layout.base),
@@ -216,6 +228,12 @@ fn combine_kernel(shape: &PlanShape, call: &CombineCall) -> Kernel {
         (ReduceOrder::NodeRank, _) => Sum::Nodes,
     };
     Kernel::Combine(element, sum)
+}
+
+/// Rows and their weights reach peers the same way: both directly, or both through rings.
+fn one_way(call: &CombineCall, places: &[Place; 2]) -> [Place; 2] {
+    let hidden = places[0].window == 0 || (call.row_weights.is_some() && places[1].window == 0);
+    if hidden { [Place::default(); 2] } else { *places }
 }
 
 /// Words of `host_counts` before the arrays: the update, rows, tokens.
@@ -261,7 +279,8 @@ impl DevicePlan for CudaPlan {
     }
 
     unsafe fn combine(&self, call: &CombineCall, places: &[Place; 2], how: &How) -> Result<()> {
-        self.check_combine(call, places)?;
+        self.check_combine(call)?;
+        let places = one_way(call, places);
         // SAFETY: by the caller's word.
         let start = unsafe { self.shared.start(self.shape.lane, how) }?;
         let args = args::CombineArgs {
@@ -269,7 +288,7 @@ impl DevicePlan for CudaPlan {
             plan: self.args,
             rows: Matrix::of(Some(&call.rows)),
             row_weights: Matrix::of(call.row_weights.as_ref()),
-            places: *places,
+            places,
             topk_weights: Matrix::of(call.topk_weights.as_ref()),
             bias: [Matrix::of(call.bias[0].as_ref()), Matrix::of(call.bias[1].as_ref())],
             combined: Matrix::of(Some(&call.combined)),
@@ -279,7 +298,8 @@ impl DevicePlan for CudaPlan {
             wire_bf16: u32::from(call.wire_bf16),
             reserved: 0,
         };
-        let shape = launch::combine(start.num_sms);
+        let serves = self.serves(call, &places, start.group.ring_bytes)?;
+        let shape = launch::combine(start.num_sms, serves);
         let kernel = combine_kernel(&self.shape, call);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
         unsafe { self.launch(kernel, shape, &start, &args) }?;
@@ -320,6 +340,28 @@ impl DevicePlan for CudaPlan {
 }
 
 impl CudaPlan {
+    /// Whether this rank's rows go through rings of `ring_bytes`.
+    ///
+    /// # Errors
+    /// [`Status::Capacity`] if one of them does not fit.
+    fn serves(&self, call: &CombineCall, places: &[Place; 2], ring_bytes: u64) -> Result<bool> {
+        if self.shape.num_ranks() == 1 || call.rows.rows == 0 || places[0].window != 0 {
+            return Ok(false);
+        }
+        let weights = call.row_weights.as_ref().map_or(0, Tensor::row_bytes);
+        let message = (call.rows.row_bytes().next_multiple_of(16) + weights).next_multiple_of(128);
+        if RING_HEADER_BYTES + message as u64 > ring_bytes {
+            return Err(Error::new(
+                Status::Capacity,
+                format!(
+                    "a row takes {message} bytes of a staging ring, which has {ring_bytes}; raise ring_bytes, or place \
+                     inputs.rows in a window of the group"
+                ),
+            ));
+        }
+        Ok(true)
+    }
+
     fn check_dispatch(&self, call: &DispatchCall) -> Result<()> {
         const INPUTS: [&str; MAX_PAYLOADS] =
             ["inputs.payloads[0]", "inputs.payloads[1]", "inputs.payloads[2]", "inputs.payloads[3]"];
@@ -345,7 +387,7 @@ impl CudaPlan {
         arrays.iter().try_for_each(|(name, array)| check::address(self.context(), *array as u64, name))
     }
 
-    fn check_combine(&self, call: &CombineCall, places: &[Place; 2]) -> Result<()> {
+    fn check_combine(&self, call: &CombineCall) -> Result<()> {
         let tensors = [
             ("inputs.rows", Some(&call.rows)),
             ("inputs.row_weights", call.row_weights.as_ref()),
@@ -355,18 +397,7 @@ impl CudaPlan {
             ("outputs.combined", Some(&call.combined)),
             ("outputs.combined_weights", call.combined_weights.as_ref()),
         ];
-        tensors.iter().try_for_each(|(name, tensor)| self.check(*tensor, name))?;
-        // Its kernels read rows where they lie, and peers can only reach windows.
-        let hidden = |tensor: &Tensor, place: &Place| tensor.rows > 0 && place.window == 0;
-        let weights = call.row_weights.as_ref().is_some_and(|weights| hidden(weights, &places[1]));
-        if self.shape.num_ranks() > 1 && (hidden(&call.rows, &places[0]) || weights) {
-            return Err(Error::new(
-                Status::Unsupported,
-                "the CUDA backend combines rows and row_weights that lie in a window of the group; let the \
-                 experts write there, or copy them in",
-            ));
-        }
-        Ok(())
+        tensors.iter().try_for_each(|(name, tensor)| self.check(*tensor, name))
     }
 
     fn dispatch_args(

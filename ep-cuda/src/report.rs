@@ -3,8 +3,8 @@
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use ep_core::Status;
 use ep_core::config::ErrorInfo;
+use ep_core::{Status, wire};
 
 use crate::args::{Report, site};
 use crate::pinned::Pinned;
@@ -91,9 +91,10 @@ fn sentence(report: &Report, status: Status) -> String {
         ),
         // A peer's host ended the group, and its text has not come yet.
         (_, 0) => format!("rank {rank} broke the group {call}"),
-        (Status::Mismatch, _) => format!(
-            "ranks {rank} and {peer} do not match in call {epoch} of lane {lane} (expected {expected:#x}, seen \
-             {seen:#x}); every rank issues the same calls in a lane, with the same shapes"
+        (Status::Mismatch, what) => format!(
+            "ranks {rank} and {peer} do not match in call {epoch} of lane {lane}: {}; every rank issues the same \
+             calls in a lane, with the same shapes",
+            difference(what, expected, seen)
         ),
         (_, what) => {
             let (entry, thing) = waited_for(what);
@@ -105,6 +106,32 @@ fn sentence(report: &Report, status: Status) -> String {
     }
 }
 
+/// What two descriptors differ in.
+fn difference(what: u32, own: u64, peer: u64) -> String {
+    match what {
+        site::FAILED => String::from("the call of one of them failed before it began"),
+        site::OP => format!("one is in {}, the other in {}", entry(own), entry(peer)),
+        site::PLAN_HASH => {
+            String::from("their plans have different configs (topk, experts, layout or alignment)")
+        }
+        site::PLAN_EPOCH => format!("their plans were updated in different calls, {own} and {peer}"),
+        site::NUM_PAYLOADS => format!("num_payloads: {own} and {peer}"),
+        site::DTYPES => format!("dtypes of the payloads (a byte each): {own:#x} and {peer:#x}"),
+        site::FLAGS => format!("weights, reduce_order or wire_dtype (flags {own:#x} and {peer:#x})"),
+        _ => format!("bytes of a row of payload {}: {own} and {peer}", what.saturating_sub(site::ROW_BYTES)),
+    }
+}
+
+/// The entry of a descriptor's operation.
+fn entry(op: u64) -> &'static str {
+    match u32::try_from(op) {
+        Ok(wire::OP_PLAN) => "ep_plan_update",
+        Ok(wire::OP_DISPATCH) => "ep_dispatch",
+        Ok(wire::OP_COMBINE) => "ep_combine",
+        _ => "an unknown call",
+    }
+}
+
 fn waited_for(what: u32) -> (&'static str, &'static str) {
     match what {
         site::PLAN_COUNTS => ("ep_plan_update", "the counts"),
@@ -112,6 +139,7 @@ fn waited_for(what: u32) -> (&'static str, &'static str) {
         site::DISPATCH_ROWS => ("ep_dispatch", "the rows"),
         site::DISPATCH_RING => ("ep_dispatch", "room or rows in the ring"),
         site::COMBINE_ROWS => ("ep_combine", "the rows"),
+        site::COMBINE_RING => ("ep_combine", "room or rows in the ring"),
         site::COMBINE_READERS => ("ep_combine", "the last read"),
         _ => ("a call", "an unknown word"),
     }
@@ -135,6 +163,21 @@ mod tests {
             assert!(info.text.contains(part), "{} should contain {part}", info.text);
         }
         assert_eq!((info.status, info.rank, info.peer, info.lane), (Status::Timeout, 1, Some(3), Some(0)));
+    }
+
+    #[test]
+    fn a_mismatch_says_what_differs() {
+        let mismatch = |site, expected, seen| {
+            describe(&Report { expected, seen, ..report(site, Status::Mismatch) }).text
+        };
+        let (dispatch, combine) = (u64::from(wire::OP_DISPATCH), u64::from(wire::OP_COMBINE));
+        for (text, part) in [
+            (mismatch(site::OP, dispatch, combine), "one is in ep_dispatch, the other in ep_combine"),
+            (mismatch(site::ROW_BYTES + 2, 64, 32), "row of payload 2: 64 and 32"),
+            (mismatch(site::FAILED, 0, 0), "failed before it began"),
+        ] {
+            assert!(text.contains(part) && text.contains("ranks 1 and 3"), "{text} should contain {part}");
+        }
     }
 
     #[test]

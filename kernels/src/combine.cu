@@ -4,12 +4,14 @@
 // EP_REDUCE_RANK over expert-major rows; nodes and nodes_bf16 for EP_REDUCE_NODE_RANK by wire_dtype.
 #include "ep/combine.cuh"
 
+extern __shared__ __align__(128) char ep_combine_stages[];
+
 #define EP_COMBINE(name, element, how)                                                                           \
     extern "C" __global__ void __launch_bounds__(EP_COMBINE_THREADS, 1)                                          \
         ep_combine_##name(const __grid_constant__ ep_cuda_combine_args_t args)                                   \
     {                                                                                                            \
         __shared__ ep::CombineShared shared;                                                                     \
-        ep::combine<element, how>(args, shared);                                                                 \
+        ep::combine<element, how>(args, shared, ep_combine_stages);                                         \
     }
 
 EP_COMBINE(bf16_chain, __nv_bfloat16, ep::kChain)

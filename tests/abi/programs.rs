@@ -54,16 +54,15 @@ fn cxx_program(test: &str, args: &[&str]) -> Program {
 }
 
 /// Valgrind's arguments, or `None` where it may be and is missing.
-fn valgrind() -> Option<[&'static str; 6]> {
+fn valgrind() -> Option<[&'static str; 7]> {
     if is_installed("valgrind") {
         return Some([
             "valgrind",
             "--quiet",
             "--error-exitcode=99",
             "--leak-check=full",
-            // Not "possible": hashbrown keeps the middle of its block, and the rendezvous of rank 0 is a thread
-            // that may still run when the program ends.
-            "--errors-for-leak-kinds=definite,indirect",
+            "--errors-for-leak-kinds=definite,indirect,possible",
+            concat!("--suppressions=", env!("CARGO_MANIFEST_DIR"), "/tests/c/valgrind.supp"),
             "--fair-sched=yes",
         ]);
     }

@@ -23,11 +23,8 @@ impl<'a> Run<'a> {
         member.window_place(rng, bytes)
     }
 
-    /// A place for what a combine reads: one time in `n` in a window, or always where that must be.
+    /// A place for what a combine reads: one time in `n` in a window.
     fn row_place(&self, rng: &mut Rng, n: usize, bytes: usize) -> Option<*mut u8> {
-        if self.member.device.lacks().combine_outside_windows {
-            return Some(self.member.any_window_place(bytes).expect("a window with room for the rows"));
-        }
         if rng.once_in(n) { self.window_place(rng, bytes) } else { None }
     }
 

@@ -93,6 +93,6 @@ impl Device for Cuda {
     }
 
     fn lacks(&self) -> Lacks {
-        Lacks { combine_outside_windows: true, stats: true }
+        Lacks { stats: true }
     }
 }

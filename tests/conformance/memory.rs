@@ -32,8 +32,6 @@ pub trait Device: Send + Sync {
 /// What a backend does not do yet.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Lacks {
-    /// Combining rows outside windows.
-    pub combine_outside_windows: bool,
     /// Counting rows and bytes in `ep_group_stats`.
     pub stats: bool,
 }

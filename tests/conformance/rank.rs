@@ -17,8 +17,6 @@ use crate::world::GroupSpec;
 
 /// Bytes of each of a group's windows on each rank.
 const WINDOW_BYTES: usize = 3 << 20;
-/// The same where a combine has its rows there and nowhere else.
-const LARGE_WINDOW_BYTES: usize = 96 << 20;
 /// Deadline of every collective call.
 pub const TIMEOUT_MS: u32 = 20_000;
 
@@ -82,8 +80,7 @@ impl<'d> Member<'d> {
         let mut member = Member { device, group, rank, num_ranks: spec.members.len(), windows: Vec::new() };
         member.check_node(spec)?;
         // One window more than is needed, of another size on each rank, and one of no bytes.
-        let bytes = if device.lacks().combine_outside_windows { LARGE_WINDOW_BYTES } else { WINDOW_BYTES };
-        for bytes in [bytes, bytes + rank * 4096, 0] {
+        for bytes in [WINDOW_BYTES, WINDOW_BYTES + rank * 4096, 0] {
             let mut window = null_mut();
             // SAFETY: the group is alive; the pointer is a place for one handle.
             expect_ok(unsafe { ep_window_allocate(group, bytes, &mut window) }, "ep_window_allocate")?;
@@ -140,13 +137,6 @@ impl<'d> Member<'d> {
             return None;
         }
         space.used.set(used + bytes);
-        Some(space.data.wrapping_add(used))
-    }
-
-    /// A place for `bytes` in any of the windows.
-    pub fn any_window_place(&self, bytes: usize) -> Option<*mut u8> {
-        let space = self.windows.iter().find(|space| space.used.get() + bytes <= space.bytes)?;
-        let used = space.used.replace(space.used.get() + bytes);
         Some(space.data.wrapping_add(used))
     }
 

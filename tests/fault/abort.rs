@@ -1,13 +1,15 @@
 //! Abort: from any thread, at any time, and at once.
 
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ep_core::bootstrap::{TcpBootstrap, UniqueId};
 use ep_core::config::Layout;
-use ep_core::engine::Stream;
+use ep_core::engine::{Group, Stream, Window};
 use ep_core::{Error, Status};
 
-use crate::threads::{LONG, Watchdog, run_calm};
+use crate::threads::{LONG, Watchdog, config, run_calm};
 use crate::work::{Member, Place, Shape};
 
 /// What a busy machine may add to any time.
@@ -24,7 +26,7 @@ fn abort_in(op: usize, place: Place, aborter: usize) -> Vec<(Duration, Error)> {
         *aborted_at.lock().unwrap() = Some(Instant::now());
         group.abort();
     };
-    let done = std::sync::Barrier::new(3);
+    let done = Barrier::new(3);
     let results = run_calm(3, LONG, |group| {
         let mut member = Member::new(group, Shape::small(3, Layout::ExpertMajor, place)).unwrap();
         member.prepare(1);
@@ -161,5 +163,39 @@ fn abort_of_one_group_leaves_another_alone() {
         });
         assert!(outer.health(&mut []).is_none());
         (2..5).for_each(|seed| outer_member.round(seed).unwrap());
+    });
+}
+
+/// The bootstrap is the built-in one: a caller's own has its own deadline.
+#[test]
+fn window_allocation_that_waits_for_a_rank_ends_when_its_group_is_aborted() {
+    let _watchdog = Watchdog::new("abort of an allocation", LONG);
+    let id = UniqueId::create().unwrap();
+    let aborted = Barrier::new(2);
+    thread::scope(|scope| {
+        for rank in 0..2 {
+            let (id, aborted) = (&id, &aborted);
+            scope.spawn(move || {
+                let deadline = Instant::now() + LONG;
+                let meeting = TcpBootstrap::connect(id, rank, 2, deadline).unwrap();
+                let group = Group::create(&config(LONG), Box::new(meeting), deadline).unwrap();
+                if rank == 1 {
+                    // Never allocates; is there until rank 0 has given up.
+                    aborted.wait();
+                    return;
+                }
+                let start = Instant::now();
+                let error = thread::scope(|scope| {
+                    let allocation = scope.spawn(|| Window::allocate(&group, 4096).err().unwrap());
+                    thread::sleep(Duration::from_millis(60));
+                    group.abort();
+                    allocation.join().unwrap()
+                });
+                assert_eq!(error.status, Status::Aborted, "{error}");
+                assert!(error.message.contains("ep_group_abort was called on rank 0"), "{error}");
+                assert!(start.elapsed() < SLACK, "{:?}", start.elapsed());
+                aborted.wait();
+            });
+        }
     });
 }

@@ -91,6 +91,14 @@ if [ -e "$(cc -print-file-name=libc.a)" ]; then
     # The linker warns about name lookup in a static libc; it is right, and it is the user's choice.
     program pc_c_full_static cc -static -std=c11 tests/install/consumer.c "${cflags[@]}" "${full_static[@]}"
 fi
+if command -v valgrind >/dev/null 2>&1; then
+    say "the shared and the static program are clean under valgrind"
+    for name in pc_c_shared pc_c_static; do
+        env -u LD_LIBRARY_PATH valgrind --quiet --error-exitcode=99 --leak-check=full --fair-sched=yes \
+            --errors-for-leak-kinds=definite,possible --suppressions=tests/c/valgrind.supp "$work/$name" ||
+            fail "$name is not clean under valgrind"
+    done
+fi
 program pc_cxx_shared g++ -std=c++11 tests/install/consumer.cpp "${cflags[@]}" "${shared[@]}"
 program pc_cxx_static g++ -std=c++17 tests/install/consumer.cpp "${cflags[@]}" ${static[@]}
 readelf -d "$work/pc_c_shared" | grep -q "(NEEDED).*\[libep.so.$major\]" || fail "a program needs another name"

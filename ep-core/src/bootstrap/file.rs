@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::join::{Found, Source};
 use super::root::RootOptions;
 use super::unique_id::{Hosting, UniqueId};
-use super::{Bootstrap, TcpBootstrap, check_rank, failure};
+use super::{Bootstrap, Interrupter, TcpBootstrap, check_rank, failure};
 use crate::error::{Error, Result};
 
 /// One rank of a group that meets through a path which all ranks can reach.
@@ -57,6 +57,10 @@ impl Bootstrap for FileBootstrap {
 
     fn all_gather(&mut self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         self.tcp.all_gather(mine, deadline)
+    }
+
+    fn interrupter(&self) -> Option<Interrupter> {
+        self.tcp.interrupter()
     }
 }
 

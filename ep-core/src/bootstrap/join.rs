@@ -57,6 +57,8 @@ enum Outcome {
     Joined(TcpStream),
     /// Not this time.
     Retry(String),
+    /// The root was there, and closed the connection before it had let this rank in.
+    Left(String),
     /// The root does not share the secret.
     OtherSecret(String),
     /// It never will.
@@ -73,6 +75,7 @@ impl From<Error> for Outcome {
 pub(super) fn join(source: &mut dyn Source, request: &Request) -> Result<(TcpStream, SocketAddr)> {
     let mut hosted: Option<RootHandle> = None;
     let mut other_secret_since: Option<Instant> = None;
+    let mut left_us: Option<String> = None;
     let mut pause = Duration::from_millis(5);
     loop {
         let problem = match source.find()? {
@@ -91,6 +94,11 @@ pub(super) fn join(source: &mut dyn Source, request: &Request) -> Result<(TcpStr
                         other_secret_since = None;
                         reason
                     }
+                    Outcome::Left(reason) => {
+                        other_secret_since = None;
+                        left_us = Some(reason.clone());
+                        reason
+                    }
                     Outcome::OtherSecret(reason) => {
                         let since = *other_secret_since.get_or_insert_with(Instant::now);
                         if !source.may_change() && since.elapsed() >= OTHER_SECRET_PATIENCE {
@@ -107,6 +115,10 @@ pub(super) fn join(source: &mut dyn Source, request: &Request) -> Result<(TcpStr
                 root.stop();
             }
             let (rank, num_ranks, timeout) = (request.rank, request.num_ranks, seconds(request.timeout));
+            let problem = match left_us {
+                Some(left_us) if left_us != problem => format!("{left_us}; since then {problem}"),
+                _ => problem,
+            };
             return Err(failure(format!(
                 "rank {rank} of {num_ranks} could not join within {timeout}: {problem}"
             )));
@@ -171,11 +183,19 @@ fn try_attempt(
     .encode();
     let transcript = Transcript { rank_nonce: &rank_nonce, root_nonce: &root_nonce, join: &join };
     let proof = auth::prove(id.secret(), Side::Rank, &transcript);
-    wire::write_all(&stream, &[&join[..], &proof].concat(), give_up).map_err(retry)?;
+    let left = |error: io::Error| match error.kind() {
+        ErrorKind::TimedOut | ErrorKind::WouldBlock => retry(error),
+        _ => Outcome::Left(format!(
+            "the root {address} gave up: it closed the connection while rank {} was joining ({error}); what \
+             the other ranks report says why",
+            request.rank
+        )),
+    };
+    wire::write_all(&stream, &[&join[..], &proof].concat(), give_up).map_err(left)?;
 
     watch(&stream, id, address, source, give_up)?;
     let mut verdict = [0; wire::VERDICT_BYTES];
-    wire::read_exact(&stream, &mut verdict, give_up).map_err(retry)?;
+    wire::read_exact(&stream, &mut verdict, give_up).map_err(left)?;
     let (code, mac) = verdict.split_at(4);
     if code == wire::VERDICT_SECRET.to_le_bytes() {
         return Err(Outcome::OtherSecret(format!(

@@ -65,7 +65,16 @@ pub trait Bootstrap: Send {
     /// # Errors
     /// [`crate::Status::Bootstrap`] naming the ranks that did not take part before `deadline`.
     fn all_gather(&mut self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>>;
+
+    /// What ends an all-gather of this rank that is in progress, and fails all later ones, from any thread and
+    /// without waiting. None: nothing but its deadline does.
+    fn interrupter(&self) -> Option<Interrupter> {
+        None
+    }
 }
+
+/// See [`Bootstrap::interrupter`].
+pub type Interrupter = Box<dyn Fn() + Send + Sync>;
 
 /// An error with [`Status::Bootstrap`].
 fn failure(message: impl Into<String>) -> Error {

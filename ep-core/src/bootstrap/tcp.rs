@@ -1,13 +1,16 @@
 //! Ranks that are processes on one or more hosts, over TCP.
 
 use std::io::{self, ErrorKind};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::join::{self, Found, GRACE, Request, Source};
 use super::unique_id::UniqueId;
 use super::wire::{self, Frame, Kind};
-use super::{Bootstrap, MAX_BLOB_BYTES, MAX_ROUND_BYTES, check_num_ranks, failure, later, out_of_range};
+use super::{
+    Bootstrap, Interrupter, MAX_BLOB_BYTES, MAX_ROUND_BYTES, check_num_ranks, failure, later, out_of_range,
+};
 use crate::error::{Error, Result};
 
 /// One rank of a group that meets over TCP: every rank has one connection, to the root, which collects
@@ -19,7 +22,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct TcpBootstrap {
     /// None after an error: the root sees the connection end and tells the others.
-    stream: Option<TcpStream>,
+    stream: Option<Arc<TcpStream>>,
     root: SocketAddr,
     rank: usize,
     num_ranks: usize,
@@ -57,7 +60,7 @@ impl TcpBootstrap {
         let timeout = deadline.saturating_duration_since(Instant::now());
         let request = Request { rank, num_ranks, deadline, timeout };
         let (stream, root) = join::join(source, &request)?;
-        Ok(TcpBootstrap { stream: Some(stream), root, rank, num_ranks, round: 0, failed: None })
+        Ok(TcpBootstrap { stream: Some(Arc::new(stream)), root, rank, num_ranks, round: 0, failed: None })
     }
 
     fn exchange(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
@@ -123,6 +126,17 @@ impl Bootstrap for TcpBootstrap {
             }
         }
         result
+    }
+
+    fn interrupter(&self) -> Option<Interrupter> {
+        // Weak: after an error the connection shall close, see `stream`.
+        let stream = Arc::downgrade(self.stream.as_ref()?);
+        Some(Box::new(move || {
+            if let Some(stream) = stream.upgrade() {
+                // A connection that has ended already needs no end.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }))
     }
 }
 

@@ -1,10 +1,12 @@
 //! Groups over TCP, from both ends, on 127.0.0.1.
 
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::root::{RootHandle, RootOptions};
+use super::wire::{self, Greeting};
 use super::*;
 
 /// Long enough for a loaded machine; no test waits for it.
@@ -302,4 +304,22 @@ fn ended_root_is_told() {
     root.stop();
     let error = members[0].all_gather(b"x", far()).unwrap_err();
     assert!(error.message.starts_with("rank 0 lost the root 127.0.0.1:"), "{error}");
+}
+
+#[test]
+fn root_that_gives_up_during_the_handshake_is_told_at_the_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let id = UniqueId::from_address(&listener.local_addr().unwrap().to_string(), "s").unwrap();
+    let root = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut greeting = [0; wire::GREETING_BYTES];
+        stream.read_exact(&mut greeting).unwrap();
+        stream.write_all(&Greeting::new([7; auth::NONCE_BYTES]).encode()).unwrap();
+        // Its process has told the ranks that it knew, and exits.
+        drop((stream, listener));
+    });
+    let error = TcpBootstrap::connect(&id, 1, 3, soon(600)).unwrap_err();
+    root.join().unwrap();
+    assert_eq!(error.status, Status::Bootstrap);
+    assert!(error.message.contains("gave up") && error.message.contains("since then"), "{error}");
 }

@@ -2,6 +2,7 @@
 
 use std::env;
 use std::fmt;
+use std::io::ErrorKind;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, ToSocketAddrs,
 };
@@ -64,12 +65,14 @@ impl UniqueId {
     ///
     /// The root listens at `EP_BOOTSTRAP_ADDR` (`ip`, `host` or either with `:port`; bracket an IPv6
     /// address that has a port) and at 127.0.0.1 when that is not set, so a group over several hosts
-    /// must set it. Without a port the system chooses one. The root ends by itself when all ranks have
+    /// must set it. Without a port the system chooses one. An address that is not this host's but leads here
+    /// by translation, as a Kubernetes Service does, needs the port; the root then listens at all addresses
+    /// of this host. The root ends by itself when all ranks have
     /// left, when the ranks' deadline passes, or when no rank joins within ten minutes.
     ///
     /// # Errors
-    /// [`crate::Status::InvalidArgument`] when `EP_BOOTSTRAP_ADDR` names no address,
-    /// and [`crate::Status::System`] when it does not resolve, cannot be listened at, or the system has no
+    /// [`crate::Status::InvalidArgument`] when `EP_BOOTSTRAP_ADDR` names no address, or another host's without
+    /// a port, and [`crate::Status::System`] when it does not resolve, cannot be listened at, or the system has no
     /// random bytes or threads left.
     pub fn create() -> Result<UniqueId> {
         UniqueId::create_with(RootOptions::default())
@@ -93,8 +96,14 @@ impl UniqueId {
             let text = format!("{address} names no host; give an address that the other ranks can reach");
             return Err(in_variable(&Error::invalid(text)));
         }
-        let listener = bind(address, false)
-            .map_err(|error| Error::system("bind of the root's address", format!("{address}: {error}")))?;
+        let listener = bind(address, false).map_err(|error| match error.kind() {
+            ErrorKind::AddrNotAvailable => in_variable(&Error::invalid(format!(
+                "{} is not an address of this host; if it leads here by translation, as a Kubernetes Service does, \
+                 give the port that leads here as well",
+                address.ip()
+            ))),
+            _ => Error::system("bind of the root's address", format!("{address}: {error}")),
+        })?;
         let port = listener.local_addr().map_err(|error| Error::system("getsockname", error))?.port();
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| Error::system("getrandom", error))?;
@@ -207,7 +216,7 @@ impl fmt::Debug for UniqueId {
 }
 
 /// Listens at `address`; at every address of the host when `anywhere`, or when the address is not one
-/// of this host's own, as behind address translation.
+/// of this host's own but has a port, as behind address translation.
 pub(super) fn bind(address: SocketAddr, anywhere: bool) -> std::io::Result<TcpListener> {
     let wildcard: IpAddr = match address {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -215,7 +224,9 @@ pub(super) fn bind(address: SocketAddr, anywhere: bool) -> std::io::Result<TcpLi
     };
     let wildcard = SocketAddr::from((wildcard, address.port()));
     let listener = match TcpListener::bind(if anywhere { wildcard } else { address }) {
-        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => TcpListener::bind(wildcard)?,
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable && address.port() != 0 => {
+            TcpListener::bind(wildcard)?
+        }
         result => result?,
     };
     // The standard library's queue of 128 is short for a large group that starts at once.
@@ -316,6 +327,23 @@ mod tests {
         assert_eq!(resolve("::1", Some(5)).unwrap().address.to_string(), "[::1]:5");
         assert_eq!(resolve("[::1]", Some(5)).unwrap().address.to_string(), "[::1]:5");
         assert_eq!(resolve("1.2.3.4:6", Some(5)).unwrap().address.to_string(), "1.2.3.4:6");
+    }
+
+    #[test]
+    fn address_of_another_host_needs_a_port_and_is_then_listened_at_anywhere() {
+        // 192.0.2.0/24 is for documentation: no host has it.
+        let create = |port| {
+            let address = SocketAddr::from(([192, 0, 2, 1], port));
+            UniqueId::create_at(address, RootOptions::default())
+        };
+        let error = create(0).unwrap_err();
+        assert_eq!(error.status, Status::InvalidArgument);
+        assert!(error.message.contains("EP_BOOTSTRAP_ADDR: 192.0.2.1 is not"), "{error}");
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let (id, root) = create(free).unwrap();
+        assert_eq!(id.address().unwrap().to_string(), format!("192.0.2.1:{free}"));
+        assert!(std::net::TcpStream::connect(("127.0.0.1", free)).is_ok());
+        root.stop();
     }
 
     #[test]

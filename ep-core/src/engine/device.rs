@@ -113,6 +113,9 @@ pub trait DeviceGroup: Send + Sync {
     /// The first error of a call that breaks the group. Lock-free while there is none.
     fn error(&self) -> Option<ErrorInfo>;
 
+    /// An error that failed one call and not the group, found after the call was queued. Told once.
+    fn take_call_error(&self) -> Option<ErrorInfo>;
+
     /// Makes calls in progress end, here and on the peers, because of `info`. Never waits.
     fn abort(&self, info: &ErrorInfo);
 

@@ -70,7 +70,7 @@ impl DeviceCore {
         self.group.check_usable()?;
         let routing = Routing::new(idx.check("topk_idx")?, &self.shape)?;
         let call = UpdateCall { routing, deadline: self.deadline(options) };
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
         self.told(unsafe { self.plan.update(&call, &how(options, call.deadline, stream)) })?;
@@ -96,7 +96,7 @@ impl DeviceCore {
         for (place, output) in places.iter_mut().zip(call.outputs.iter().flatten()) {
             *place = windows.place(output);
         }
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
         self.told(unsafe { self.plan.dispatch(&call, &places, &how(options, deadline, stream)) })
@@ -118,7 +118,7 @@ impl DeviceCore {
         let windows = WindowTable::of(&self.group);
         let weights = call.row_weights.as_ref().map_or(Place::default(), |weights| windows.place(weights));
         let places = [windows.place(&call.rows), weights];
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.
         self.told(unsafe { self.plan.combine(&call, &places, &how(options, deadline, stream)) })

@@ -1,7 +1,7 @@
-//! The error record when its writer dies in the middle of it.
+//! The error record when its writer dies in the middle of it, and calls that begin while their group closes.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Group;
@@ -67,4 +67,28 @@ fn rank_with_half_a_record_reports_what_its_peers_know() {
     // Its own error is a consequence.
     groups[1].abort();
     assert_eq!(groups[1].health(&mut []), Some(info));
+}
+
+#[test]
+fn no_call_is_in_progress_once_its_group_is_closed() {
+    for _ in 0..100 {
+        let groups = group_of_two();
+        let (group, inside) = (&groups[0], &AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let calls = scope.spawn(move || {
+                // Closed at any moment of this loop.
+                while let Ok(in_progress) = group.enter() {
+                    // Relaxed: ordered by the guard, which `close` waits for.
+                    inside.store(true, Ordering::Relaxed);
+                    std::hint::spin_loop();
+                    inside.store(false, Ordering::Relaxed);
+                    drop(in_progress);
+                }
+                group.enter().err().map(|error| error.status)
+            });
+            group.close(Duration::from_secs(5)).unwrap();
+            assert!(!inside.load(Ordering::Relaxed));
+            assert_eq!(calls.join().unwrap(), Some(Status::BadHandle));
+        });
+    }
 }

@@ -13,7 +13,7 @@ use super::lane::Lane;
 use super::link::Link;
 use super::share::Reach;
 use super::window::WindowShared;
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{Bootstrap, Interrupter};
 use crate::config::{DEFAULT_TIMEOUT, ErrorInfo, GroupConfig, GroupInfo, PeerStats};
 use crate::error::{Error, Result, Status};
 use crate::host::{Doorbell, Patience};
@@ -47,6 +47,8 @@ pub struct Group {
     /// None: the group's calls run on the host.
     pub(super) device: Option<Box<dyn DeviceGroup>>,
     pub(super) bootstrap: Mutex<Box<dyn Bootstrap>>,
+    /// Ends a meeting of this rank in `bootstrap`, whoever holds that.
+    interrupter: Option<Interrupter>,
     pub(crate) patience: Patience,
     pub(crate) perturb: Perturb,
     /// Calls that hold a lane at this moment.
@@ -121,6 +123,7 @@ impl Group {
             next_window: AtomicU32::new(1),
             backend,
             device,
+            interrupter: bootstrap.interrupter(),
             bootstrap: Mutex::new(bootstrap),
             patience: Patience::for_ranks(ranks_here),
             perturb,
@@ -151,10 +154,14 @@ impl Group {
         Duration::from_millis(self.config.timeout_ms.into())
     }
 
-    /// Breaks the group, here and on the peers. Never waits.
+    /// Breaks the group, here and on the peers, and ends a window allocation that is in progress here. Never
+    /// waits.
     pub fn abort(&self) {
         let text = format!("ep_group_abort was called on rank {}", self.rank);
         self.fail(&self.error_info(Status::Aborted, None, None, 0, text));
+        if let Some(interrupt) = &self.interrupter {
+            interrupt();
+        }
     }
 
     /// Breaks the group because a panic was caught in one of its calls.
@@ -254,8 +261,8 @@ impl Group {
     /// # Errors
     /// [`Status::BadHandle`].
     pub(super) fn check_open(&self) -> Result<()> {
-        // Acquire: pairs with the release in `close`.
-        if self.closed.load(Ordering::Acquire) {
+        // SeqCst: pairs with the store in `close`, see `enter`.
+        if self.closed.load(Ordering::SeqCst) {
             return Err(Error::new(Status::BadHandle, "the group was destroyed"));
         }
         Ok(())
@@ -267,12 +274,12 @@ impl Group {
         for (rank, alive) in alive.iter_mut().enumerate().take(self.num_ranks) {
             *alive = !self.has_left(rank);
         }
-        self.first_error()
+        self.first_error().or_else(|| self.device.as_ref()?.take_call_error())
     }
 
     /// True once `rank` has left the group or its process has ended.
     pub(crate) fn has_left(&self, rank: usize) -> bool {
-        // Acquire: pairs with the release in `close`; what the rank wrote before it left is visible.
+        // Acquire: pairs with the release in `leave`; what the rank wrote before it left is visible.
         self.segments[rank].u32(layout::ALIVE).load(Ordering::Acquire) != ALIVE
             || self.links[rank].as_ref().is_some_and(Link::is_closed)
     }
@@ -331,20 +338,26 @@ impl Group {
 
     /// A call waits on a stream; `call_done` ends it.
     pub(super) fn call_queued(&self) {
-        // Relaxed: see `enter`.
+        // Relaxed: the call counts itself again when it begins, see `enter`.
         self.calls_in_progress.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn call_done(&self) {
-        // Relaxed: see `enter`.
-        self.calls_in_progress.fetch_sub(1, Ordering::Relaxed);
+        // Release: as in `InProgress::drop`.
+        self.calls_in_progress.fetch_sub(1, Ordering::Release);
     }
 
     /// A call begins; the returned guard counts it until dropped.
-    pub(crate) fn enter(&self) -> InProgress<'_> {
-        // Relaxed: `close` only polls the number.
-        self.calls_in_progress.fetch_add(1, Ordering::Relaxed);
-        InProgress { group: self }
+    ///
+    /// # Errors
+    /// [`Status::BadHandle`] if the group was closed since the call looked.
+    pub(crate) fn enter(&self) -> Result<InProgress<'_>> {
+        // SeqCst: pairs with the store of `closed` in `close`. Either that sees this call and waits for it, or
+        // this call sees that the group is closed.
+        self.calls_in_progress.fetch_add(1, Ordering::SeqCst);
+        let in_progress = InProgress { group: self };
+        self.check_open()?;
+        Ok(in_progress)
     }
 
     /// Ends this rank's membership. Waits up to `timeout` for its own calls, then aborts the group.
@@ -353,8 +366,8 @@ impl Group {
     /// [`Status::Timeout`] if a call was still in progress after the abort; the group is closed anyway.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         let idle_by = |deadline: Instant| {
-            // Relaxed: see `enter`; the lane guard's release orders what the call did.
-            while self.calls_in_progress.load(Ordering::Relaxed) != 0
+            // SeqCst: see `enter`; the lane guard's release orders what the call did.
+            while self.calls_in_progress.load(Ordering::SeqCst) != 0
                 || self.device.as_ref().is_some_and(|device| !device.is_idle().unwrap_or(true))
             {
                 if Instant::now() >= deadline {
@@ -369,6 +382,13 @@ impl Group {
             self.abort();
             idle = idle_by(Instant::now() + Duration::from_secs(1));
         }
+        // SeqCst: pairs with the load in `check_open`. From here on calls are refused; one that began before
+        // is waited for.
+        self.closed.store(true, Ordering::SeqCst);
+        if idle && !idle_by(Instant::now() + timeout) {
+            self.abort();
+            idle = idle_by(Instant::now() + Duration::from_secs(1));
+        }
         self.leave();
         if idle {
             return Ok(());
@@ -380,12 +400,10 @@ impl Group {
     }
 
     fn leave(&self) {
-        // Release: pairs with the acquire in `check_usable`.
-        if self.closed.swap(true, Ordering::Release) {
+        // Release: pairs with the acquire in `has_left`; all this rank's words are final.
+        if self.segments[self.rank].u32(layout::ALIVE).swap(LEFT, Ordering::Release) == LEFT {
             return;
         }
-        // Release: pairs with the acquire in `has_left`; all this rank's words are final.
-        self.segments[self.rank].u32(layout::ALIVE).store(LEFT, Ordering::Release);
         for rank in 0..self.num_ranks {
             for lane in 0..self.lanes.len() {
                 self.doorbell(rank, lane).ring();
@@ -407,8 +425,8 @@ pub(crate) struct InProgress<'a> {
 
 impl Drop for InProgress<'_> {
     fn drop(&mut self) {
-        // Relaxed: see `Group::enter`.
-        self.group.calls_in_progress.fetch_sub(1, Ordering::Relaxed);
+        // Release: pairs with the load in `close`, which goes on when no call is left.
+        self.group.calls_in_progress.fetch_sub(1, Ordering::Release);
     }
 }
 

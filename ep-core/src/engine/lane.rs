@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::config::PeerStats;
 use crate::error::{Error, Result, Status};
-use crate::host::LaneScratch;
+use crate::host::{LaneScratch, StoreChoice};
 
 /// One lane of one rank. One call at a time.
 pub(crate) struct Lane {
@@ -35,6 +35,8 @@ pub(crate) struct RingPositions {
     pub(crate) sent: u64,
     /// Bytes taken from this rank's ring for the peer.
     pub(crate) taken: u64,
+    /// The stores that fill the peer's ring.
+    pub(crate) stores: StoreChoice,
     /// Requests put into the peer's request ring.
     pub(crate) requested: u64,
     /// Requests taken from this rank's request ring.

@@ -389,7 +389,7 @@ impl PlanCore {
     /// # Safety
     /// The call's memory is valid.
     pub(super) unsafe fn update(&self, call: &UpdateCall) -> Result<()> {
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         // SAFETY: by the caller's word.
         unsafe { call.routing.check(self.shape.experts.num_experts()) }?;
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
@@ -418,7 +418,7 @@ impl PlanCore {
     /// # Safety
     /// The call's memory is valid.
     pub(super) unsafe fn dispatch(&self, call: &host::DispatchCall) -> Result<()> {
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         let updated = self.updated()?;
         check::dispatch_tokens(call, updated.num_tokens)?;
@@ -432,7 +432,7 @@ impl PlanCore {
     /// # Safety
     /// The call's memory is valid.
     pub(super) unsafe fn combine(&self, call: &host::CombineCall) -> Result<()> {
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         let updated = self.updated()?;
         // Relaxed: the lane's lock ordered the last dispatch before this call. Without one the caller alone
@@ -449,7 +449,7 @@ impl PlanCore {
 
     /// Lets a queued call fail without its lane falling out of step with the peers'.
     pub(super) fn refuse(&self, deadline: Instant) -> Result<()> {
-        let _in_progress = self.group.enter();
+        let _in_progress = self.group.enter()?;
         let mut lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         host::refuse(&self.group, &mut lane, self.shape.lane, deadline)
     }

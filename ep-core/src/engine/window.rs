@@ -42,6 +42,11 @@ impl Window {
     /// [`Status::OutOfMemory`], [`Status::Capacity`], [`Status::Bootstrap`], [`Status::Aborted`].
     pub fn allocate(group: &Arc<Group>, bytes: usize) -> Result<Window> {
         group.check_usable()?;
+        // What was aborted meanwhile ends for that reason, whatever it then met with.
+        Window::meet_and_map(group, bytes).map_err(|error| group.check_usable().err().unwrap_or(error))
+    }
+
+    fn meet_and_map(group: &Arc<Group>, bytes: usize) -> Result<Window> {
         if bytes > isize::MAX as usize / 2 {
             return Err(Error::invalid(format!("a window of {bytes} bytes does not fit the address space")));
         }

@@ -114,7 +114,7 @@ pub(crate) fn combine(
     loop {
         let bell = exchange.bell();
         let mut progress = owner.read_descriptors(&mut exchange)?;
-        progress |= server.serve(&exchange, owner.peers, rings)?;
+        progress |= server.serve(&mut exchange, owner.peers, rings)?;
         progress |= owner.fetch(&mut exchange, rings)?;
         if owner.finished() && owner.peers_are_done(&exchange) {
             break;
@@ -412,10 +412,11 @@ impl<'a> Owner<'a> {
         }
     }
 
-    fn publish_tails(&self, exchange: &Exchange<'_>, rings: &[RingPositions]) {
+    fn publish_tails(&self, exchange: &mut Exchange<'_>, rings: &[RingPositions]) {
         for (rank, peer) in self.peers.iter().enumerate() {
-            if peer.rows.is_none() && exchange.ring_reader(rank, rings[rank].taken).publish(false) {
-                exchange.ring(rank);
+            if peer.rows.is_none() {
+                let mut reader = exchange.ring_reader(rank, rings[rank].taken);
+                exchange.give_back(rank, &mut reader, false);
             }
         }
     }

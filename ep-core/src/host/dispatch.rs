@@ -61,7 +61,7 @@ pub(crate) fn dispatch(
         let bell = exchange.bell();
         let mut progress = sender.read_credits(&mut exchange)?;
         progress |= sender.send(&mut exchange, rings)?;
-        progress |= receiver.take(&exchange, rings, sender.peers())?;
+        progress |= receiver.take(&mut exchange, rings, sender.peers())?;
         if sender.finished() && receiver.finished() {
             break;
         }

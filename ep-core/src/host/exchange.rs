@@ -8,6 +8,7 @@
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Instant;
 
+use super::rank_set::RankSet;
 use super::ring::{RingReader, RingWriter};
 use super::wait::{Doorbell, Waiter, Woken};
 use crate::config::PeerStats;
@@ -33,6 +34,8 @@ pub(crate) struct Exchange<'a> {
     pub(super) looks: u32,
     /// A peer that was seen to have left at the last wait.
     suspect: Option<usize>,
+    /// Peers for whom words were written since they were last woken.
+    owed: RankSet,
     /// The peer that differs, and how.
     mismatch: Option<String>,
 }
@@ -65,6 +68,7 @@ impl<'a> Exchange<'a> {
             started_waiting: None,
             looks: 0,
             suspect: None,
+            owed: RankSet::new(),
             mismatch: None,
         }
     }
@@ -165,6 +169,40 @@ impl<'a> Exchange<'a> {
         self.group.doorbell(peer, self.lane).ring();
     }
 
+    /// Tells the peer that a position moved `from` .. `to`. A peer that sleeps is woken when the position
+    /// passes a multiple of `stride`, or when this rank waits itself: where processes share cores, each
+    /// turn shall have work worth a change of process.
+    pub(crate) fn moved(&mut self, peer: usize, from: u64, to: u64, stride: u64) {
+        let bell = self.group.doorbell(peer, self.lane);
+        bell.count_up();
+        if from / stride == to / stride {
+            self.owed.insert(peer);
+        } else {
+            self.owed.remove(peer);
+            bell.wake();
+        }
+    }
+
+    /// Gives the room of taken pieces back to the ring's writer, see [`RingReader::publish`].
+    pub(crate) fn give_back(&mut self, peer: usize, reader: &mut RingReader<'_>, all: bool) {
+        let before = reader.published();
+        if reader.publish(all) {
+            self.moved(peer, before, reader.published(), self.turn_bytes());
+        }
+    }
+
+    /// Wakes everyone for whom words were written meanwhile.
+    fn wake_owed(&mut self) {
+        while let Some(peer) = self.owed.pop() {
+            self.group.doorbell(peer, self.lane).wake();
+        }
+    }
+
+    /// Bytes of a ring that are worth waking a sleeping peer for.
+    pub(crate) fn turn_bytes(&self) -> u64 {
+        self.group.layout.ring_bytes() as u64 / 2
+    }
+
     /// The staging ring from this rank to `peer`, at position `sent`.
     pub(crate) fn ring_writer(&self, peer: usize, sent: u64) -> RingWriter<'a> {
         let (layout, rank) = (&self.group.layout, self.group.rank);
@@ -257,6 +295,7 @@ impl<'a> Exchange<'a> {
     /// # Errors
     /// [`Status::Timeout`] and [`Status::PeerLost`] naming a missing peer, or what broke the group.
     pub(crate) fn wait(&mut self, seen: u32, missing: impl Fn(&Exchange<'a>) -> Missing) -> Result<()> {
+        self.wake_owed();
         let started = *self.started_waiting.get_or_insert_with(Instant::now);
         let woken = self.waiter.wait(&self.own_bell(), seen);
         if woken == Woken::LookAgain {
@@ -336,6 +375,7 @@ impl<'a> Exchange<'a> {
 
 impl Drop for Exchange<'_> {
     fn drop(&mut self) {
+        self.wake_owed();
         self.denounce();
     }
 }
@@ -346,28 +386,27 @@ pub(crate) struct Missing {
     pub(crate) count: usize,
     /// What is missing, such as "a credit".
     pub(crate) what: &'static str,
-    /// Bit r % 64 of word r / 64 for the first 4096 ranks.
-    ranks: [u64; 64],
+    ranks: RankSet,
 }
 
 impl Missing {
     /// The peers for which `is_missing` holds.
     pub(crate) fn among(num_ranks: usize, what: &'static str, is_missing: impl Fn(usize) -> bool) -> Missing {
-        let mut missing = Missing { first: None, count: 0, what, ranks: [0; 64] };
+        let mut missing = Missing { first: None, count: 0, what, ranks: RankSet::new() };
         for rank in (0..num_ranks).filter(|&rank| is_missing(rank)) {
             missing.first.get_or_insert(rank);
             missing.count += 1;
-            missing.ranks[rank / 64] |= 1 << (rank % 64);
+            missing.ranks.insert(rank);
         }
         missing
     }
 
     pub(super) fn ranks(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..64 * self.ranks.len()).filter(|&rank| self.has(rank))
+        self.ranks.iter()
     }
 
     fn has(&self, rank: usize) -> bool {
-        self.ranks[rank / 64] & 1 << (rank % 64) != 0
+        self.ranks.contains(rank)
     }
 }
 

@@ -71,7 +71,7 @@ impl<'a> Receiver<'a> {
     /// Takes what has come. Returns true if anything had.
     pub(super) fn take(
         &mut self,
-        exchange: &Exchange<'_>,
+        exchange: &mut Exchange<'_>,
         rings: &mut [RingPositions],
         sending: &[Sending],
     ) -> Result<bool> {
@@ -101,7 +101,7 @@ impl<'a> Receiver<'a> {
 
     fn take_from(
         &mut self,
-        exchange: &Exchange<'_>,
+        exchange: &mut Exchange<'_>,
         source: usize,
         ring: &mut RingPositions,
     ) -> Result<bool> {
@@ -113,14 +113,10 @@ impl<'a> Receiver<'a> {
                 break;
             }
             self.peers[source].taken += 1;
-            if reader.publish(false) {
-                exchange.ring(source);
-            }
+            exchange.give_back(source, &mut reader, false);
         }
         let done = self.peers[source].taken == self.peers[source].expected;
-        if reader.publish(done) {
-            exchange.ring(source);
-        }
+        exchange.give_back(source, &mut reader, done);
         ring.taken = reader.position();
         Ok((self.peers[source].taken, self.peers[source].pieces) != before)
     }

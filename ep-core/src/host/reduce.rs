@@ -3,6 +3,9 @@
 
 use std::sync::OnceLock;
 
+#[cfg(target_arch = "x86_64")]
+use super::element::F16c;
+use super::element::{Bf16, Element, F16};
 use crate::tensor::Dtype;
 
 /// What ends with a term.
@@ -45,76 +48,6 @@ pub enum Reduction {
 /// Columns of one block: with 512-bit vectors four accumulators, with 256-bit ones eight.
 const BLOCK: usize = 64;
 
-/// The NaN of every result.
-const NAN_BITS: u32 = 0x7FFF_FFFF;
-
-/// An element type of combines.
-trait Element: Copy {
-    /// Exact.
-    fn widen(self) -> f32;
-    /// To nearest even; NaN has one pattern.
-    fn narrow(value: f32) -> Self;
-}
-
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct Bf16(u16);
-
-impl Element for Bf16 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.0) << 16)
-    }
-
-    #[inline(always)]
-    fn narrow(value: f32) -> Bf16 {
-        let bits = value.to_bits();
-        let rounded = (bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16) as u16;
-        Bf16(if value.is_nan() { 0x7FFF } else { rounded })
-    }
-}
-
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct F16(u16);
-
-impl Element for F16 {
-    /// Shifts the exponent by multiplication, which also makes subnormals right.
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        let bits = u32::from(self.0);
-        let (sign, magnitude) = ((bits & 0x8000) << 16, bits & 0x7FFF);
-        let special = if magnitude >= 0x7C00 { 0x7F80_0000 } else { 0 };
-        let value = f32::from_bits(magnitude << 13) * f32::from_bits(0x7780_0000); // 2^112
-        f32::from_bits(value.to_bits() | special | sign)
-    }
-
-    /// Normal results round on the bit pattern; subnormal ones by adding a number whose last place is
-    /// that of the smallest subnormal.
-    #[inline(always)]
-    fn narrow(value: f32) -> F16 {
-        let bits = value.to_bits();
-        let (sign, magnitude) = ((bits >> 16 & 0x8000) as u16, bits & 0x7FFF_FFFF);
-        let normal = (magnitude.wrapping_add(0xC800_0FFF + (magnitude >> 13 & 1))) >> 13;
-        let small = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
-        let finite = if magnitude < 0x3880_0000 { small } else { normal };
-        let clamped = if magnitude >= 0x477F_F000 { 0x7C00 } else { finite };
-        F16(if magnitude > 0x7F80_0000 { 0x7FFF } else { clamped as u16 | sign })
-    }
-}
-
-impl Element for f32 {
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
-
-    #[inline(always)]
-    fn narrow(value: f32) -> f32 {
-        if value.is_nan() { f32::from_bits(NAN_BITS) } else { value }
-    }
-}
-
 type ReduceFn = unsafe fn(*mut u8, usize, [*const u8; 2], &[Term], Reduction);
 
 struct Kernels {
@@ -146,9 +79,9 @@ macro_rules! kernels {
 
 kernels!(baseline,);
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, #[target_feature(enable = "avx2,fma")]);
+kernels!(avx2, #[target_feature(enable = "avx2,fma,f16c")]);
 #[cfg(target_arch = "x86_64")]
-kernels!(avx512, #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]);
+kernels!(avx512, #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]);
 
 fn kernels() -> &'static Kernels {
     static KERNELS: OnceLock<Kernels> = OnceLock::new();
@@ -164,15 +97,19 @@ fn kernels() -> &'static Kernels {
                 }
                 _ => true,
             };
-            if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+            // Every processor with AVX2 has the other two, but an emulator may not.
+            if std::arch::is_x86_feature_detected!("avx2")
+                && std::arch::is_x86_feature_detected!("fma")
+                && std::arch::is_x86_feature_detected!("f16c")
+            {
                 if has("avx512") {
                     return Kernels {
                         bf16: avx512::run::<Bf16>,
-                        f16: avx512::run::<F16>,
+                        f16: avx512::run::<F16c>,
                         f32: avx512::run::<f32>,
                     };
                 }
-                return Kernels { bf16: avx2::run::<Bf16>, f16: avx2::run::<F16>, f32: avx2::run::<f32> };
+                return Kernels { bf16: avx2::run::<Bf16>, f16: avx2::run::<F16c>, f32: avx2::run::<f32> };
             }
         }
         Kernels { bf16: baseline::run::<Bf16>, f16: baseline::run::<F16>, f32: baseline::run::<f32> }
@@ -242,8 +179,8 @@ unsafe fn reduce_block<E: Element, const N: usize>(
     for (i, bias) in bias.into_iter().filter(|bias| !bias.is_null()).enumerate() {
         // SAFETY: by the caller's word.
         let row = unsafe { &*bias.add(col).cast::<[E; N]>() };
-        for (sum, value) in sum.iter_mut().zip(row) {
-            *sum = if i == 0 { value.widen() } else { *sum + value.widen() };
+        for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
+            *sum = if i == 0 { value } else { *sum + value };
         }
     }
     // SAFETY: by the caller's word.
@@ -258,9 +195,7 @@ unsafe fn reduce_block<E: Element, const N: usize>(
             Reduction::Nodes { bf16 } => add_partials::<E, N>(&mut sum, terms, col, Some(bf16)),
         }
         let row = &mut *out.add(col).cast::<[E; N]>();
-        for (out, sum) in row.iter_mut().zip(sum) {
-            *out = E::narrow(sum);
-        }
+        E::narrow_all(&sum, row);
     }
 }
 
@@ -270,8 +205,8 @@ unsafe fn reduce_block<E: Element, const N: usize>(
 unsafe fn add_term<E: Element, const N: usize>(sum: &mut [f32; N], term: &Term, col: usize) {
     // SAFETY: by the caller's word.
     let row = unsafe { &*term.row.cast::<E>().add(col).cast::<[E; N]>() };
-    for (sum, value) in sum.iter_mut().zip(row) {
-        *sum = value.widen().mul_add(term.weight, *sum);
+    for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
+        *sum = value.mul_add(term.weight, *sum);
     }
 }
 
@@ -320,23 +255,48 @@ fn add<const N: usize>(sum: &mut [f32; N], part: &mut [f32; N]) {
 mod tests {
     use super::*;
 
-    #[test]
-    fn half_precision_conversions_agree_with_the_half_crate() {
-        for bits in 0..=u16::MAX {
-            let (ours, theirs) = (F16(bits).widen(), half::f16::from_bits(bits).to_f32());
-            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "{bits:#x}");
-            assert_eq!(Bf16(bits).widen().to_bits(), u32::from(bits) << 16);
+    /// The kernel in use and the baseline, over these rows.
+    fn both(
+        dtype: Dtype,
+        cols: usize,
+        bias: [*const u8; 2],
+        terms: &[Term],
+        how: Reduction,
+    ) -> [Vec<u16>; 2] {
+        let (mut fast, mut slow) = (vec![1u16; cols], vec![2u16; cols]);
+        let slow_kernel = if dtype == Dtype::F16 { baseline::run::<F16> } else { baseline::run::<Bf16> };
+        // SAFETY: all rows have `cols` elements.
+        unsafe {
+            assert!(reduce(dtype, fast.as_mut_ptr().cast(), cols, bias, terms, how));
+            slow_kernel(slow.as_mut_ptr().cast(), cols, bias, terms, how);
         }
-        let mut bits = 1u32;
-        for _ in 0..4_000_000 {
-            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let value = f32::from_bits(bits);
-            if value.is_nan() {
-                assert_eq!((F16::narrow(value).0, Bf16::narrow(value).0), (0x7FFF, 0x7FFF));
-            } else {
-                assert_eq!(F16::narrow(value).0, half::f16::from_f32(value).to_bits(), "{value:e}");
-                assert_eq!(Bf16::narrow(value).0, half::bf16::from_f32(value).to_bits(), "{value:e}");
-            }
+        [fast, slow]
+    }
+
+    #[test]
+    fn every_fp16_value_passes_every_kernel_alike() {
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        let others: Vec<u16> = all.iter().map(|bits| bits.wrapping_mul(40_503).rotate_left(5)).collect();
+        let term = |row: &[u16], weight| Term { row: row.as_ptr().cast(), weight, close: Close::Nothing };
+        let bias = [others.as_ptr().cast(), std::ptr::null()];
+        for (bias, terms) in [
+            ([std::ptr::null(); 2], vec![term(&all, 1.0)]),
+            ([std::ptr::null(); 2], vec![term(&all, 1.0 / 1024.0)]),
+            (bias, vec![term(&all, 0.7), term(&others, -1.3)]),
+        ] {
+            let [fast, slow] = both(Dtype::F16, all.len(), bias, &terms, Reduction::Chain);
+            assert_eq!(fast, slow);
+        }
+        let [same, _] =
+            both(Dtype::F16, all.len(), [std::ptr::null(); 2], &[term(&all, 1.0)], Reduction::Chain);
+        for (bits, out) in (0..=u16::MAX).zip(same) {
+            // A sum begins with +0, so -0 does not come back.
+            let expected = match bits {
+                0x8000 => 0,
+                bits if bits & 0x7FFF > 0x7C00 => 0x7FFF,
+                bits => bits,
+            };
+            assert_eq!(out, expected, "{bits:#x}");
         }
     }
 
@@ -351,15 +311,12 @@ mod tests {
         let terms: Vec<Term> = (0..6)
             .map(|i| Term { row: rows[i].as_ptr().cast(), weight: 0.3 + i as f32, close: close[i] })
             .collect();
-        for reduction in [Reduction::Chain, Reduction::Ranks, Reduction::Nodes { bf16: true }] {
-            let (mut fast, mut slow) = (vec![1u16; cols], vec![2u16; cols]);
-            let bias = [rows[0].as_ptr().cast(), rows[1].as_ptr().cast()];
-            // SAFETY: all rows have `cols` elements.
-            unsafe {
-                assert!(reduce(Dtype::Bf16, fast.as_mut_ptr().cast(), cols, bias, &terms, reduction));
-                baseline::run::<Bf16>(slow.as_mut_ptr().cast(), cols, bias, &terms, reduction);
+        let bias = [rows[0].as_ptr().cast(), rows[1].as_ptr().cast()];
+        for how in [Reduction::Chain, Reduction::Ranks, Reduction::Nodes { bf16: true }] {
+            for dtype in [Dtype::Bf16, Dtype::F16] {
+                let [fast, slow] = both(dtype, cols, bias, &terms, how);
+                assert_eq!(fast, slow, "{dtype:?} {how:?}");
             }
-            assert_eq!(fast, slow);
         }
     }
 }

@@ -141,6 +141,11 @@ impl<'a> RingReader<'a> {
         true
     }
 
+    /// The position up to which the writer has its room back.
+    pub(crate) fn published(&self) -> u64 {
+        self.published
+    }
+
     /// Drops everything that the writer published: after a call that failed on both sides.
     pub fn discard(&mut self) {
         // Acquire: pairs with the release in `RingWriter::publish`.

@@ -159,15 +159,24 @@ impl<'a> Sender<'a> {
         }
         let mut writer = exchange.ring_writer(rank, ring.sent);
         let before = (peer.next, peer.pieces);
+        let batch = ring.stores.begin();
         peer.blocked = false;
         while peer.next < peer.end && tokens[peer.next] < limit {
-            if !send_token(self.dispatch, peer, rank, tokens[peer.next] as usize, &mut writer) {
+            if !send_token(
+                self.dispatch,
+                peer,
+                rank,
+                tokens[peer.next] as usize,
+                &mut writer,
+                batch.streaming,
+            ) {
                 peer.blocked = true;
                 break;
             }
             peer.next += 1;
         }
         if writer.publish() {
+            ring.stores.end(batch, writer.position() - ring.sent);
             exchange.ring(rank);
         }
         ring.sent = writer.position();
@@ -182,6 +191,7 @@ fn send_token(
     rank: usize,
     token: usize,
     writer: &mut RingWriter<'_>,
+    streaming: bool,
 ) -> bool {
     let call = dispatch.call;
     if peer.pieces == 0 {
@@ -206,7 +216,7 @@ fn send_token(
                 let from = row_end(input, token, start / element);
                 let to = RowEnd { address, col_pitch: element };
                 // SAFETY: the piece has `bytes` bytes; the input row is readable by the caller's word.
-                unsafe { copy_row(to, from, element, bytes / element, false) };
+                unsafe { copy_row(to, from, element, bytes / element, streaming) };
                 peer.pieces += 1;
             }
             index += 1;

@@ -20,7 +20,7 @@ const LAST: u32 = 1 << 31;
 /// Asks every holder whose rows come through the ring for as many tokens as its request ring has room for.
 pub(super) fn request_rows(
     combine: &Combine<'_>,
-    exchange: &Exchange<'_>,
+    exchange: &mut Exchange<'_>,
     peers: &mut [Fetching],
     rings: &mut [RingPositions],
 ) -> Result<bool> {
@@ -57,7 +57,7 @@ pub(super) fn request_rows(
             let head = group.layout.line(exchange.lane, group.rank) + line::REQUEST_HEAD;
             // Release: pairs with the acquire in `next_request`; publishes the entries.
             group.segments[rank].u64(head).store(rings[rank].requested, Ordering::Release);
-            exchange.ring(rank);
+            exchange.moved(rank, start, rings[rank].requested, REQUESTS as u64 / 2);
             progress = true;
         }
     }
@@ -119,7 +119,7 @@ impl<'a> Server<'a> {
     /// Copies requested rows into the rings of their owners while there is room.
     pub(super) fn serve(
         &mut self,
-        exchange: &Exchange<'_>,
+        exchange: &mut Exchange<'_>,
         peers: &[Fetching],
         rings: &mut [RingPositions],
     ) -> Result<bool> {
@@ -139,26 +139,28 @@ impl<'a> Server<'a> {
 
     fn serve_owner(
         &mut self,
-        exchange: &Exchange<'_>,
+        exchange: &mut Exchange<'_>,
         rank: usize,
         ring: &mut RingPositions,
     ) -> Result<bool> {
         let owner = &mut self.owners[rank];
         let mut writer = exchange.ring_writer(rank, ring.sent);
         let before = (ring.served, owner.pieces, writer.position());
+        let batch = ring.stores.begin();
         loop {
             if owner.num_rows == 0 {
                 owner.num_rows = next_request(exchange, rank, &mut ring.served, &mut owner.rows);
                 owner.pieces = 0;
             }
-            if owner.num_rows == 0 || !write_request(self.combine, owner, &mut writer) {
+            if owner.num_rows == 0 || !write_request(self.combine, owner, &mut writer, batch.streaming) {
                 break;
             }
             owner.num_rows = 0;
         }
         if writer.publish() {
+            ring.stores.end(batch, writer.position() - ring.sent);
             exchange.step()?;
-            exchange.ring(rank);
+            exchange.moved(rank, ring.sent, writer.position(), exchange.turn_bytes());
         }
         ring.sent = writer.position();
         Ok((ring.served, owner.pieces, ring.sent) != before)
@@ -192,7 +194,12 @@ fn next_request(exchange: &Exchange<'_>, rank: usize, served: &mut u64, rows: &m
 
 /// Writes the pieces of a request: the rows' weights, then their columns, piece by piece. False: the ring
 /// is full.
-fn write_request(combine: &Combine<'_>, owner: &mut Serving, writer: &mut RingWriter<'_>) -> bool {
+fn write_request(
+    combine: &Combine<'_>,
+    owner: &mut Serving,
+    writer: &mut RingWriter<'_>,
+    streaming: bool,
+) -> bool {
     let rows = &owner.rows[..owner.num_rows];
     let per_row = combine.weights_per_row();
     let mut index = 0;
@@ -218,7 +225,7 @@ fn write_request(combine: &Combine<'_>, owner: &mut Serving, writer: &mut RingWr
             for (i, &row) in rows.iter().enumerate() {
                 let from = row_end(tensor, row as usize, col).address;
                 // SAFETY: as above.
-                unsafe { copy_bytes(piece.add(i * padded(bytes)), from, bytes, false) };
+                unsafe { copy_bytes(piece.add(i * padded(bytes)), from, bytes, streaming) };
             }
             owner.pieces += 1;
         }

@@ -8,7 +8,7 @@ use rustix::thread::futex;
 use crate::mem::Words;
 
 /// How long to spin and yield before sleeping. More cores than ranks: a peer is running and will answer
-/// within microseconds. Fewer: spinning keeps it from running.
+/// within microseconds. Fewer: spinning keeps it from running, and yielding may run anyone.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
     spins: u32,
@@ -22,7 +22,7 @@ impl Patience {
         if ranks_here <= cores {
             Patience { spins: 2000, yields: 8 }
         } else {
-            Patience { spins: 20, yields: 8 }
+            Patience { spins: 20, yields: 2 }
         }
     }
 }
@@ -46,8 +46,19 @@ impl<'a> Doorbell<'a> {
 
     /// Tells the owner that a word changed. A system call only if the owner sleeps.
     pub fn ring(&self) {
+        self.count_up();
+        self.wake();
+    }
+
+    /// Tells the owner that a word changed, if it is awake. Whoever calls this calls [`Doorbell::wake`] before
+    /// it waits itself.
+    pub fn count_up(&self) {
         // Release: pairs with the acquire in `count`; a waiter that sees the new count sees the word.
         self.segment.u32(self.bell).fetch_add(1, Ordering::Release);
+    }
+
+    /// Wakes the owner if it sleeps: it looks at all words that were counted before.
+    pub fn wake(&self) {
         // SeqCst fence: pairs with the one in `sleep`. Either the owner sees the new count, or this
         // thread sees that it sleeps.
         fence(Ordering::SeqCst);

@@ -2,7 +2,7 @@
 //!
 //! A process with 256 ranks as threads would otherwise need 256 x 256 mappings, more than Linux allows.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
 use super::Memory;
@@ -12,9 +12,10 @@ use crate::error::{Error, Result};
 /// Names one piece of shared memory: random, so it is also the proof that its reader was told of it.
 pub type SegmentId = [u8; 16];
 
-static REGISTRY: OnceLock<Mutex<HashMap<SegmentId, WeakMemory>>> = OnceLock::new();
+/// Ordered, because a hash table keeps no pointer to the beginning of its memory, which leak checkers take for lost.
+static REGISTRY: OnceLock<Mutex<BTreeMap<SegmentId, WeakMemory>>> = OnceLock::new();
 
-fn registry() -> std::sync::MutexGuard<'static, HashMap<SegmentId, WeakMemory>> {
+fn registry() -> std::sync::MutexGuard<'static, BTreeMap<SegmentId, WeakMemory>> {
     let lock = REGISTRY.get_or_init(Default::default);
     lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -281,9 +281,10 @@ impl PortLayout {
         self.places[stream.id()].index as usize
     }
 
-    /// Completions of one link's messages and credits that may be there at once, on one NIC.
+    /// Completions of one link's messages and credits that may be there at once, on one NIC. Probes come before
+    /// everything else, and there are fewer of them.
     pub(super) fn incoming_per_link(&self) -> usize {
-        let messages = self.slots_per_link as usize;
+        let messages = self.slots_per_link as usize - MAX_NICS;
         let credits = Window::new(self.shape.rows.window.into()).credits_at_once() as usize;
         messages + credits * self.shape.num_lanes
     }

@@ -52,6 +52,16 @@ impl Arena {
         self.device.as_ref().map_or(Ok(()), |(_, stream)| stream.synchronize())
     }
 
+    /// True if nothing is under way on the stream.
+    pub fn is_done(&self) -> Result<bool> {
+        let Some((_, stream)) = &self.device else { return Ok(true) };
+        // SAFETY: the stream exists.
+        match unsafe { sys::cuStreamQuery(stream.raw()) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check(code, "cuStreamQuery").map(|()| true),
+        }
+    }
+
     /// Forgets the blocks in the window.
     pub fn reset_window(&mut self) {
         self.used = 0;

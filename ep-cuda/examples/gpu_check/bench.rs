@@ -46,7 +46,8 @@ struct Row {
 
 struct Times {
     mean: f64,
-    median: f64,
+    /// Of single calls: least, median, most.
+    single: [f64; 3],
 }
 
 pub fn run(rank: &mut Rank, options: &Options) -> std::result::Result<(), String> {
@@ -71,6 +72,9 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
         let work = Workload::new(rank, options, kind)?;
         let bytes = average(rank, (work.rows * work.row_bytes) as f64)?;
         let mut measure = |name: &str, steps: &[Step]| {
+            if !format!("{name} {}", kind.name()).starts_with(&options.only) {
+                return;
+            }
             let outcome = time(rank, &work, steps);
             rows.push(Row { name: format!("{name} {}", kind.name()), bytes, outcome });
         };
@@ -78,7 +82,7 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
             measure("plan update,", &[Step::Update]);
         }
         measure("dispatch", &[Step::Dispatch]);
-        if kind.window && !kind.fp8 && !kind.origins {
+        if !kind.fp8 && !kind.origins {
             measure("combine", &[Step::Combine]);
         }
         if !kind.window {
@@ -232,7 +236,7 @@ fn time(rank: &mut Rank, work: &Workload, steps: &[Step]) -> Result<Times> {
     if let Some(error) = rank.cuda.group.health(&mut []) {
         return Err(Error::new(error.status, error.text));
     }
-    Ok(Times { mean, median: single[single.len() / 2] })
+    Ok(Times { mean, single: [single[0], single[single.len() / 2], single[single.len() - 1]] })
 }
 
 /// The largest of all ranks' numbers; an error of one is everyone's.
@@ -261,7 +265,7 @@ fn copy_limit(rank: &mut Rank) -> Result<Times> {
     rank.gather(&[])?;
     let outcome = if rank.rank == 0 { copy_alone(rank) } else { Ok(0.0) };
     let micros = slowest(rank, outcome)?;
-    Ok(Times { mean: micros, median: micros })
+    Ok(Times { mean: micros, single: [micros; 3] })
 }
 
 fn copy_alone(rank: &Rank) -> Result<f64> {
@@ -294,21 +298,18 @@ fn print(rank: &Rank, options: &Options, rows: &[Row]) {
         rank.device.num_sms()
     );
     println!(
-        "slowest rank, us: mean of {BACK_TO_BACK} back to back, median of {SINGLE} single; GB/s a rank by the mean"
+        "slowest rank, us: mean of {BACK_TO_BACK} back to back; of {SINGLE} single ones; GB/s a rank by the mean"
     );
-    println!("| call | mean us | median us | MB a rank | GB/s |");
+    println!("| call | mean us | single: least, median, most us | MB a rank | GB/s |");
     println!("| --- | ---: | ---: | ---: | ---: |");
     for row in rows {
         match &row.outcome {
-            Ok(times) if row.bytes > 0.0 => println!(
-                "| {} | {:.1} | {:.1} | {:.1} | {:.0} |",
+            Ok(Times { mean, single: [least, median, most] }) => println!(
+                "| {} | {mean:.1} | {least:.1}, {median:.1}, {most:.1} | {:.1} | {:.0} |",
                 row.name,
-                times.mean,
-                times.median,
                 row.bytes / 1e6,
-                row.bytes / times.mean / 1e3
+                row.bytes / mean / 1e3
             ),
-            Ok(times) => println!("| {} | {:.1} | {:.1} | | |", row.name, times.mean, times.median),
             Err(error) => println!("| {} | {error} | | | |", row.name),
         }
     }

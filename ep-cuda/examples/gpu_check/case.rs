@@ -110,7 +110,7 @@ impl Case {
             bias: rng.below(3),
             combine_dtype: rng.pick(&[Dtype::Bf16, Dtype::Bf16, Dtype::F16, Dtype::F32]),
             combine_cols: rng.pick(&[8, 64, 512, 2048, 7168, 33]).min(widest / 16 * 16),
-            combine_window: true,
+            combine_window: !rng.one_in(2),
             return_weights: rng.one_in(3),
             wild: rng.one_in(4),
         }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ep_core::config::{GroupConfig, Layout};
+use ep_core::config::{ErrorInfo, GroupConfig, Layout};
 use ep_core::engine::{Backend, Group};
 use ep_core::{Error, Result, Status};
 
@@ -26,6 +26,7 @@ pub fn check_faults(rank: &mut Rank, options: &Options) -> std::result::Result<(
     }
     let told = |what: &str, rank: usize, error: Error| format!("rank {rank}: {what}: {error}");
     late(rank, options).map_err(|e| told("a rank that does not come", rank.rank, e))?;
+    mismatch(rank, options).map_err(|e| told("calls that do not match", rank.rank, e))?;
     abort(rank, options).map_err(|e| told("an abort in the middle", rank.rank, e))?;
     if rank.meetings.are_processes() {
         killed(rank, options).map_err(|e| told("a rank that is killed", rank.rank, e))?;
@@ -112,6 +113,78 @@ fn late(rank: &mut Rank, options: &Options) -> Result<()> {
         expect(aborted, || format!("the late rank's call: {refused:?}"))?;
     }
     report(rank, "a rank that does not come: named by all", took)
+}
+
+/// What a dispatch that failed leaves: no rows, and no ids.
+fn nothing_came(side: &Side, prepared: &Prepared) -> Result<()> {
+    for (name, bytes) in &side.collect(prepared)?.blocks {
+        let (byte, what) = match name.as_str() {
+            "num_rows" | "num_required" | "num_dropped" | "rows_per_expert" => (0, "0"),
+            "topk_idx" | "src_rank" | "src_token" => (0xff, "-1"),
+            _ => continue,
+        };
+        expect(bytes.iter().all(|&found| found == byte), || {
+            format!("{name} of a dispatch that failed is not {what}")
+        })?;
+    }
+    Ok(())
+}
+
+/// The error of a single call, which the group outlives.
+fn call_error(side: &Side, status: Status, part: &str) -> Result<()> {
+    side.arena.synchronize()?;
+    let found = side.group.health(&mut []);
+    let right = |error: &ErrorInfo| error.status == status && error.text.contains(part);
+    expect(found.as_ref().is_some_and(right), || format!("expected {status:?} with '{part}', got {found:?}"))
+}
+
+/// One rank combines while the others dispatch; then one names an expert that there is not; then all is well.
+fn mismatch(rank: &mut Rank, options: &Options) -> Result<()> {
+    let (side, prepared) = fresh(rank, options, LONG)?;
+    let last = is_last(rank);
+    let started = Instant::now();
+    side.queue(&prepared, Call::Update)?;
+    side.queue(&prepared, if last { Call::Combine } else { Call::Dispatch })?;
+    call_error(&side, Status::Mismatch, "one is in ep_")?;
+    if !last {
+        nothing_came(&side, &prepared)?;
+    }
+    rank.gather(&[])?;
+
+    side.refill(&case(rank.num_ranks, options.seed), &prepared)?;
+    if last {
+        side.spoil_ids(&prepared, 1 << 40)?;
+    }
+    side.queue(&prepared, Call::Update)?;
+    side.queue(&prepared, Call::Dispatch)?;
+    let error = prepared.plan().counts(Some(LONG)).err();
+    let (status, part) = match last {
+        true => (Status::OutOfRange, "token 0, slot 0 is 1099511627776"),
+        false => (Status::Mismatch, "failed before it began"),
+    };
+    let right = |error: &Error| error.status == status && error.message.contains(part);
+    expect(error.as_ref().is_some_and(right), || {
+        format!("expected {status:?} with '{part}', got {error:?}")
+    })?;
+    nothing_came(&side, &prepared)?;
+    // The dispatch has failed, too, and may have been told.
+    while side.group.health(&mut []).is_some_and(|error| error.status == Status::Mismatch) {}
+    rank.gather(&[])?;
+
+    let mut host = fresh_host(rank)?;
+    let case = case(rank.num_ranks, options.seed);
+    side.refill(&case, &prepared)?;
+    for call in [Call::Update, Call::Dispatch, Call::Combine] {
+        side.queue(&prepared, call)?;
+    }
+    differ(&side.collect(&prepared)?, &host.run(&case, 0, options.sms)?)?;
+    report(rank, "two calls that fail alone, and one that works: in step", started.elapsed())
+}
+
+fn fresh_host(rank: &mut Rank) -> Result<Side> {
+    let config = GroupConfig { backend: 1, ..GroupConfig::default() };
+    let group = Group::create(&config, rank.meetings.next(rank.rank, rank.num_ranks)?, deadline())?;
+    Ok(Side { arena: Arena::new(&group, None, WINDOW)?, group })
 }
 
 fn abort(rank: &mut Rank, options: &Options) -> Result<()> {

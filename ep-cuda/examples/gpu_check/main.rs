@@ -1,25 +1,29 @@
 //! Checks the CUDA backend on a machine with a GPU, and measures it.
 //!
 //! ```text
-//! gpu_check [what=all|check|bench|graph|faults] [ranks=4] [tokens=4096] [hidden=7168] [topk=8] [experts=256]
-//!           [sms=24] [cases=24] [seed=1] [timeout_ms=10000] [threads=0]
+//! gpu_check [what=all|check|bench|graph|faults|litmus|alone] [ranks=4] [tokens=4096] [hidden=7168] [topk=8]
+//!           [experts=256] [sms=24] [cases=24] [seed=1] [rounds=1000000] [timeout_ms=10000] [threads=0]
+//!           [only=combine_bf16]
 //! ```
 //!
 //! Starts `ranks` processes. Each makes a group on CUDA and one on the host, runs the same calls on both,
 //! and compares every byte of every output; then it measures. Rank r uses device r % devices: several
 //! ranks on one device need MPS. Prints one table last; the exit status is 1 if anything differed.
 //!
-//! `graph` replays captured calls with other data and in other orders. `faults` lets a rank not come, abort
-//! and be killed (last, since it may leave MPS in a bad state). `threads=1`: the ranks are threads of this
+//! `graph` replays captured calls with other data and in other orders. `litmus` stresses the order across ranks,
+//! `alone` leaves one SM to each rank's calls. `faults` lets calls differ, a rank not come, abort and be killed
+//! (last, since it may leave MPS in a bad state). `threads=1`: the ranks are threads of this
 //! process, which needs CUDA_DEVICE_MAX_CONNECTIONS of several streams a rank, and no MPS.
 
 #![expect(unreachable_pub, reason = "a program: nothing of it is reachable")]
 
+mod alone;
 mod arena;
 mod bench;
 mod case;
 mod faults;
 mod graph;
+mod litmus;
 mod meet;
 mod options;
 mod rank;
@@ -72,6 +76,8 @@ fn work(options: &Options, rank: usize, meetings: Meetings) -> Result<(), String
         What::Check => rank.check(options),
         What::Bench => bench::run(&mut rank, options),
         What::Graph => graph::check_graphs(&mut rank, options),
+        What::Litmus => litmus::check_order(&mut rank, options),
+        What::Alone => alone::check_alone(&mut rank, options),
         What::Faults => faults::check_faults(&mut rank, options),
         What::All => rank.check(options).and_then(|()| bench::run(&mut rank, options)),
     }

@@ -7,7 +7,7 @@ use ep_core::bootstrap::{Bootstrap, LocalBootstrap, TcpBootstrap, UniqueId};
 use ep_core::{Error, Status};
 
 /// How often the ranks of a run may meet.
-pub const MEETINGS: usize = 9;
+pub const MEETINGS: usize = 11;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub enum Meetings {

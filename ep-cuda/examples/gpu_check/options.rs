@@ -8,6 +8,8 @@ pub enum What {
     Bench,
     Graph,
     Faults,
+    Litmus,
+    Alone,
 }
 
 #[derive(Clone, Debug)]
@@ -22,9 +24,13 @@ pub struct Options {
     /// Random cases of the check.
     pub cases: usize,
     pub seed: u64,
+    /// Of the litmus.
+    pub rounds: usize,
     pub timeout_ms: u32,
     /// Ranks are threads.
     pub threads: bool,
+    /// Measure only the rows whose names begin so.
+    pub only: String,
 }
 
 impl Options {
@@ -39,8 +45,10 @@ impl Options {
             what: What::All,
             cases: 24,
             seed: 1,
+            rounds: 1_000_000,
             timeout_ms: 10_000,
             threads: false,
+            only: String::new(),
         };
         for argument in arguments {
             let (name, value) = argument.split_once('=').ok_or(format!("'{argument}' is not name=value"))?;
@@ -54,7 +62,9 @@ impl Options {
                 "sms" => options.sms = number()? as u32,
                 "cases" => options.cases = number()?,
                 "seed" => options.seed = number()? as u64,
+                "rounds" => options.rounds = number()?,
                 "timeout_ms" => options.timeout_ms = number()? as u32,
+                "only" => options.only = value.replace('_', " "),
                 "threads" => options.threads = number()? != 0,
                 "what" => {
                     options.what = match value {
@@ -63,8 +73,12 @@ impl Options {
                         "bench" => What::Bench,
                         "graph" => What::Graph,
                         "faults" => What::Faults,
+                        "litmus" => What::Litmus,
+                        "alone" => What::Alone,
                         _ => {
-                            return Err(format!("'{argument}': expected all, check, bench, graph or faults"));
+                            return Err(format!(
+                                "'{argument}': expected all, check, bench, graph, faults, litmus or alone"
+                            ));
                         }
                     }
                 }

@@ -107,10 +107,12 @@ pub fn differ(cuda: &Outputs, host: &Outputs) -> Result<()> {
     }
     for ((name, cuda), (_, host)) in cuda.blocks.iter().zip(&host.blocks) {
         if let Some(at) = (0..host.len().max(cuda.len())).find(|&at| cuda.get(at) != host.get(at)) {
-            let count = cuda.iter().zip(host).filter(|(cuda, host)| cuda != host).count();
+            let differs = |at: &usize| cuda.get(*at) != host.get(*at);
+            let count = (0..host.len()).filter(differs).count();
+            let last = (0..host.len()).rev().find(differs).unwrap_or(at);
             let end = (at + 16).min(host.len());
             return different(format!(
-                "{name}: {count} of {} bytes differ, from byte {at}: {:02x?}, expected {:02x?}",
+                "{name}: {count} of {} bytes differ, bytes {at} to {last}: {:02x?}, expected {:02x?}",
                 host.len(),
                 &cuda[at..end.min(cuda.len())],
                 &host[at..end]

@@ -228,6 +228,14 @@ impl Side {
         prepared.outputs.iter().try_for_each(|(_, block)| self.arena.write(block, &vec![FILL; block.bytes]))
     }
 
+    /// Names an expert that there is not.
+    pub fn spoil_ids(&self, prepared: &Prepared, id: i64) -> Result<()> {
+        match prepared.inputs.iter().find(|(_, content)| matches!(content, Content::Ids)) {
+            Some((block, _)) => self.arena.write(block, &id.to_le_bytes()),
+            None => Ok(()),
+        }
+    }
+
     /// Queues a call on the arena's stream, or runs it.
     pub fn queue(&self, prepared: &Prepared, call: Call) -> Result<()> {
         let Prepared { plan, options, idx, dispatch, combine, .. } = prepared;

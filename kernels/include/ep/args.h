@@ -21,11 +21,14 @@ enum {
 typedef struct ep_cuda_lane {
     uint64_t epoch;   /* of the last call, advanced by the last block of a call */
     uint32_t ticket;  /* tokens claimed in the call in progress; 0 between calls */
-    uint32_t taken;   /* messages claimed in the call in progress; 0 between calls */
     uint32_t done;    /* blocks that have ended in the call in progress; 0 between calls */
     uint32_t opened;  /* 1 once a block of the call published its descriptors; 0 between calls */
     uint32_t verdict; /* EP_CUDA_VERDICT_ of the call in progress; 0 between calls */
+    uint32_t requested; /* tokens whose rows were asked for in the call in progress; 0 between calls */
     uint32_t reserved[9];
+    /* Drawn for messages of each peer: from it in a dispatch, to it in a combine; 0 between calls. */
+    uint32_t tickets[EP_CUDA_MAX_RANKS];
+    uint32_t padding[8];
 } ep_cuda_lane_t;
 
 enum { EP_CUDA_VERDICT_OK = 0, EP_CUDA_VERDICT_MISMATCH = 1, EP_CUDA_VERDICT_BROKEN = 2 };
@@ -41,7 +44,17 @@ enum {
     EP_CUDA_SITE_BAD_PLACE = 6,       /* a peer names a window that is not there */
     EP_CUDA_SITE_BAD_ID = 7,          /* topk_idx holds an id out of range: peer = token, expected = slot, seen = id */
     EP_CUDA_SITE_RING_TOO_SMALL = 8,  /* a message of `expected` bytes does not fit a ring of `seen` */
-    EP_CUDA_SITE_DISPATCH_RING = 9    /* waiting for room in a ring, or for a message in it */
+    EP_CUDA_SITE_DISPATCH_RING = 9,   /* waiting for room in a ring, or for a message in it */
+    EP_CUDA_SITE_COMBINE_RING = 10,   /* the same in a combine */
+    /* A descriptor of `peer` that differs: `expected` is this rank's, `seen` the peer's. */
+    EP_CUDA_SITE_FAILED = 20, /* the call of one of them failed before it began */
+    EP_CUDA_SITE_OP = 21,
+    EP_CUDA_SITE_PLAN_HASH = 22,
+    EP_CUDA_SITE_PLAN_EPOCH = 23,
+    EP_CUDA_SITE_NUM_PAYLOADS = 24,
+    EP_CUDA_SITE_DTYPES = 25,
+    EP_CUDA_SITE_FLAGS = 26,
+    EP_CUDA_SITE_ROW_BYTES = 27 /* of payload 0; the others follow */
 };
 
 /* A rank's report to its host, in pinned memory that the device maps. `state` is claimed by
@@ -107,7 +120,8 @@ typedef struct ep_cuda_plan {
     uint64_t expert;       /* int32 [max_tokens * topk] */
     uint64_t slot_pos;     /* uint32 [max_tokens * topk] */
     uint64_t rank_pos;     /* uint32 [max_tokens * topk] */
-    uint64_t chunk_counts; /* uint32 [EP_CUDA_MAX_CHUNKS][num_experts + num_ranks] */
+    uint64_t send_pos;     /* uint32 [max_tokens * topk]: among all rows for that rank; expert-major only */
+    uint64_t chunk_counts; /* uint32 [EP_CUDA_MAX_CHUNKS][bins], see plan.cuh */
     uint64_t column;       /* uint32 [num_ranks][1 + num_local] */
     uint64_t base;         /* uint32 [num_ranks][1 + num_local] */
     uint64_t expert_rows;  /* uint32 [num_local] */
@@ -181,7 +195,7 @@ typedef struct ep_cuda_combine_args {
     uint32_t reserved;
 } ep_cuda_combine_args_t;
 
-EP_WIRE_ASSERT(sizeof(ep_cuda_lane_t) == 64);
+EP_WIRE_ASSERT(sizeof(ep_cuda_lane_t) == 384);
 EP_WIRE_ASSERT(sizeof(ep_cuda_report_t) == 64);
 EP_WIRE_ASSERT(sizeof(ep_cuda_plan_header_t) == 64);
 EP_WIRE_ASSERT(sizeof(ep_cuda_dispatch_args_t) <= 4096); /* the limit of kernel parameters */

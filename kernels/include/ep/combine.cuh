@@ -1,39 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// combine.cuh: a warp takes a token, reads its rows where the experts left them and adds them in registers.
-// The call ends on a rank when every peer has said that it reads this rank's rows no more.
+// combine.cuh: a warp takes a token, reads its rows where the experts left them, or takes them out of rings, and
+// adds them in registers. The call ends on a rank when every peer has said that it reads this rank's rows no more.
 #pragma once
 
-#include "ep/plan.cuh"
-#include "ep/reduce.cuh"
+#include "ep/combine_serve.cuh"
 
 namespace ep {
-
-constexpr int kCombineWarps = EP_COMBINE_THREADS / 32;
-
-// What a block knows of a rank that holds rows.
-struct Holder {
-    const char *rows;
-    const char *weights;
-    uint64_t row_pitch;
-    uint64_t weight_pitch;
-    uint64_t capacity;
-    const uint32_t *tail;
-};
-
-struct CombineShared {
-    Holder holders[EP_CUDA_MAX_RANKS];
-    Term terms[kCombineWarps][EP_CUDA_MAX_TOPK];
-    uint32_t ok;
-    uint32_t vectors; // 0 once a holder's rows are not 16-byte aligned
-};
 
 __device__ inline Signature combine_signature(const ep_cuda_combine_args_t &args, const PlanView &view)
 {
     Signature signature = {};
     signature.plan_epoch = view.header->epoch;
     signature.plan_hash = args.plan.hash;
-    signature.op = EP_WIRE_OP_COMBINE;
+    signature.op = signature.plan_epoch != 0 ? EP_WIRE_OP_COMBINE : EP_WIRE_OP_FAILED;
     signature.flags = args.order << EP_WIRE_FLAG_ORDER_SHIFT;
     signature.flags |= args.row_weights.data != 0 ? EP_WIRE_FLAG_ROW_WEIGHTS : 0;
     signature.flags |= args.wire_bf16 != 0 ? EP_WIRE_FLAG_WIRE_BF16 : 0;
@@ -65,16 +45,64 @@ __device__ inline void show_rows(const Context &ctx, const ep_cuda_combine_args_
     }
 }
 
+// False, and recorded, if a ring cannot hold a row.
+__device__ inline bool fits_ring(const Context &ctx, const ep_cuda_combine_args_t &args, const CombineShared &shared,
+                                 uint32_t peer)
+{
+    if (shared.messages.slots == 0) {
+        fail(ctx, kErrAborted, EP_CUDA_SITE_RING_TOO_SMALL, int32_t(peer), shared.messages.slot_bytes,
+             args.group.ring_bytes);
+    }
+    return shared.messages.slots != 0;
+}
+
+// Prepares the rings, before descriptors are read: what goes through them, and how much of it this rank sends.
+__device__ inline void plan_rings(const ep_cuda_combine_args_t &args, const PlanView &view, const Signature &signature,
+                                  CombineShared &shared)
+{
+    bool flat = args.plan.layout == 0;
+    if (threadIdx.x == 0) {
+        uint32_t row = signature.row_bytes[0];
+        uint32_t weights = args.row_weights.data == 0 ? 0 : 4 * (flat ? args.plan.topk : 1);
+        shared.messages.set_row(row, weights, args.group.ring_bytes);
+        shared.stage_bytes = 0;
+        shared.num_servers = 0;
+        if (args.rows.data != 0 && args.places[0].window == 0 && args.rows.rows != 0 && args.group.num_ranks > 1) {
+            bool bulk = __CUDA_ARCH__ >= 900 && (args.rows.data | args.rows.row_pitch | row) % 16 == 0;
+            uint32_t fit = EP_COMBINE_SHARED_BYTES / (EP_COMBINE_STAGES * round_up(row, 128));
+            shared.stage_bytes = bulk && fit != 0 ? row : 0;
+            shared.num_servers = shared.stage_bytes != 0 ? min(fit, uint32_t(EP_COMBINE_SERVERS)) : EP_COMBINE_SERVERS;
+        }
+#if __CUDA_ARCH__ >= 900
+        for (int server = 0; server < EP_COMBINE_SERVERS; ++server) {
+            for (int stage = 0; stage < EP_COMBINE_STAGES; ++stage) {
+                mbarrier_init(&shared.barriers[server][stage], 1);
+            }
+        }
+        fence_mbarrier_init();
+#endif
+    }
+    for (uint32_t owner = threadIdx.x; owner < args.group.num_ranks; owner += blockDim.x) {
+        const uint32_t *column = view.column + owner * view.column_words();
+        uint32_t total = 0;
+        for (uint32_t expert = 0; !flat && expert < args.plan.num_local; ++expert) {
+            total += column[1 + expert];
+        }
+        uint64_t base = view.base[owner * view.column_words()];
+        uint64_t room = base < args.rows.rows ? args.rows.rows - base : 0;
+        total = flat ? uint32_t(min(uint64_t(column[0]), room)) : total;
+        // What stays on this rank is added where it lies.
+        shared.totals[owner] = owner == args.group.rank ? 0 : total;
+    }
+    __syncthreads();
+}
+
 // Reads where the rows of `peer` lie. False: the call failed.
 __device__ inline bool read_holder(const Context &ctx, const ep_cuda_combine_args_t &args, const Signature &signature,
                                    uint32_t peer, CombineShared &shared)
 {
-    ep_wire_desc_t *desc = await_desc(ctx, peer, EP_CUDA_SITE_COMBINE_ROWS);
+    ep_wire_desc_t *desc = agree(ctx, peer, signature, EP_CUDA_SITE_COMBINE_ROWS);
     if (desc == nullptr) {
-        return false;
-    }
-    if (!same_signature(desc, signature)) {
-        fail(ctx, kErrMismatch, EP_CUDA_SITE_COMBINE_ROWS, int32_t(peer), signature.op, desc->op);
         return false;
     }
     Holder &holder = shared.holders[peer];
@@ -82,8 +110,14 @@ __device__ inline bool read_holder(const Context &ctx, const ep_cuda_combine_arg
     holder.capacity = desc->capacity;
     holder.tail = tail_of(desc);
     ep_wire_place_t rows = desc->places[0], weights = desc->places[1];
-    holder.row_pitch = rows.row_pitch;
-    holder.weight_pitch = weights.row_pitch;
+    // This rank's own rows have no place for peers if they are outside windows.
+    holder.row_pitch = own ? args.rows.row_pitch : rows.row_pitch;
+    holder.weight_pitch = own ? args.row_weights.row_pitch : weights.row_pitch;
+    holder.through = !own && rows.window == 0 && holder.capacity != 0 ? 1 : 0;
+    if (holder.through != 0) {
+        shared.through = 1;
+        return fits_ring(ctx, args, shared, peer);
+    }
     holder.rows = own ? reinterpret_cast<const char *>(args.rows.data)
                       : resolve(ctx, peer, rows, holder.capacity, signature.row_bytes[0]);
     uint32_t per_row = args.plan.layout == 0 ? args.plan.topk : 1;
@@ -98,83 +132,6 @@ __device__ inline bool read_holder(const Context &ctx, const ep_cuda_combine_arg
         atomicAnd(&shared.vectors, 0u);
     }
     return true;
-}
-
-// A slot of the token in progress, in one lane.
-struct Slot {
-    uint32_t k;
-    uint32_t rank;
-    int64_t row;  // -1: no term
-    uint32_t key; // terms are added by ascending key
-};
-
-constexpr uint32_t kNoTerm = 0xffffffffu;
-
-__device__ inline Slot look_up(const ep_cuda_combine_args_t &args, const PlanView &view, const CombineShared &shared,
-                               uint32_t token, uint32_t k)
-{
-    Slot found{k, 0, -1, kNoTerm};
-    uint32_t slot = token * args.plan.topk + k;
-    int32_t expert = k < args.plan.topk ? view.expert[slot] : -1;
-    if (expert < 0) {
-        return found;
-    }
-    found.rank = view.owner[expert];
-    const Holder &holder = shared.holders[found.rank];
-    bool flat = args.plan.layout == 0;
-    uint32_t position = flat ? view.rank_pos[slot] : view.slot_pos[slot];
-    if (position == uint32_t(EP_CUDA_NO_ROW)) {
-        return found;
-    }
-    uint64_t row = uint64_t(holder.tail[flat ? 0 : 1 + expert - view.first[found.rank]]) + position;
-    if (row >= holder.capacity) {
-        return found;
-    }
-    found.row = int64_t(row);
-    uint32_t major = args.order == 1 ? 0 : found.rank; // EP_REDUCE_TOPK_SLOT
-    if (args.order == 3) {                             // EP_REDUCE_NODE_RANK
-        major |= args.group.node_of[found.rank] << 8;
-    }
-    found.key = major << 8 | k;
-    return found;
-}
-
-// Lists the terms of a token in their order. Returns their number.
-__device__ inline uint32_t list_terms(const ep_cuda_combine_args_t &args, const PlanView &view,
-                                      const CombineShared &shared, uint32_t token, Term *terms)
-{
-    uint32_t lane = threadIdx.x % 32;
-    Slot slots[2] = {look_up(args, view, shared, token, lane), look_up(args, view, shared, token, lane + 32)};
-    uint32_t count = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const Slot &slot = slots[half];
-        uint32_t before = 0, next = kNoTerm;
-        for (uint32_t i = 0; i < min(args.plan.topk, 64u); ++i) {
-            uint32_t low = __shfl_sync(0xffffffffu, slots[0].key, i % 32);
-            uint32_t high = __shfl_sync(0xffffffffu, slots[1].key, i % 32);
-            uint32_t other = i < 32 ? low : high;
-            before += other < slot.key;
-            next = other > slot.key ? min(next, other) : next;
-        }
-        count += __popc(__ballot_sync(0xffffffffu, slot.row >= 0));
-        if (slot.row >= 0) {
-            const Holder &holder = shared.holders[slot.rank];
-            Term &term = terms[before];
-            term.row = holder.rows + slot.row * holder.row_pitch;
-            term.weight = 1.0f;
-            if (args.topk_weights.data != 0) {
-                term.weight = *reinterpret_cast<const float *>(args.topk_weights.data +
-                                                               token * args.topk_weights.row_pitch +
-                                                               slot.k * args.topk_weights.col_pitch);
-            }
-            bool same_rank = next != kNoTerm && next >> 8 == slot.key >> 8;
-            bool same_node = next != kNoTerm && next >> 16 == slot.key >> 16;
-            term.close = same_rank ? kCloseNothing : same_node ? kCloseRank : kCloseNode;
-        }
-    }
-    __syncwarp();
-    return count;
 }
 
 // The sum that a column group starts from.
@@ -243,7 +200,7 @@ __device__ inline void add_token(const ep_cuda_combine_args_t &args, uint32_t to
 }
 
 // What came back for each slot of a token.
-__device__ inline void return_weights(const ep_cuda_combine_args_t &args, const PlanView &view,
+__device__ inline void return_weights(const Context &ctx, const ep_cuda_combine_args_t &args, const PlanView &view,
                                       const CombineShared &shared, uint32_t token)
 {
     if (args.combined_weights.data == 0) {
@@ -258,14 +215,15 @@ __device__ inline void return_weights(const ep_cuda_combine_args_t &args, const 
             found.rank = view.owner[view.expert[slot]];
             for (uint32_t first = 0; found.row < 0 && first < k; ++first) {
                 Slot other = look_up(args, view, shared, token, first);
-                found.row = other.rank == found.rank ? other.row : -1;
+                if (other.rank == found.rank && other.row >= 0) {
+                    found = other;
+                }
             }
         }
         uint32_t bits = 0;
         if (found.row >= 0) {
-            const Holder &holder = shared.holders[found.rank];
-            bits = *reinterpret_cast<const volatile uint32_t *>(holder.weights + found.row * holder.weight_pitch +
-                                                                (flat ? 4 * k : 0));
+            const char *weights = weights_of(ctx, shared, found);
+            bits = *reinterpret_cast<const volatile uint32_t *>(weights + (flat ? 4 * k : 0));
         }
         reinterpret_cast<uint32_t *>(args.combined_weights.data)[slot] = bits;
     }
@@ -278,6 +236,34 @@ __device__ inline bool has_vectors(const ep_cuda_combine_args_t &args, const Com
                      args.bias[1].data | args.bias[1].row_pitch |
                      (uint64_t(args.combined.cols) * args.combined.element);
     return shared.vectors != 0 && mixed % 16 == 0;
+}
+
+// Waits for the messages of the warp's token. False: the call failed.
+__device__ inline bool await_messages(const Context &ctx, const ep_cuda_combine_args_t &args,
+                                      const CombineShared &shared)
+{
+    bool ok = true;
+    for (uint32_t k = threadIdx.x % 32; k < args.plan.topk; k += 32) {
+        uint64_t message = shared.messages_of[threadIdx.x / 32][k];
+        if (ok && message != 0) {
+            Ring ring(ctx, uint32_t(message >> 32), args.group.rank, shared.messages);
+            ok = ring.await_message(ctx, uint32_t(message >> 32), uint32_t(message) - 1, EP_CUDA_SITE_COMBINE_RING);
+        }
+    }
+    return __all_sync(0xffffffffu, ok);
+}
+
+// Gives the slots of the token's messages back: the warp's loads have returned.
+__device__ inline void put_back_messages(const Context &ctx, const ep_cuda_combine_args_t &args,
+                                         const CombineShared &shared)
+{
+    for (uint32_t k = threadIdx.x % 32; k < args.plan.topk; k += 32) {
+        uint64_t message = shared.messages_of[threadIdx.x / 32][k];
+        if (message != 0) {
+            Ring ring(ctx, uint32_t(message >> 32), args.group.rank, shared.messages);
+            ring.put_back(ctx, uint32_t(message) - 1);
+        }
+    }
 }
 
 template <typename E, uint32_t kHow>
@@ -295,38 +281,55 @@ __device__ inline void add_tokens(const Context &ctx, const ep_cuda_combine_args
             break;
         }
         next = claim();
-        uint32_t count = list_terms(args, view, shared, token, terms);
+        uint32_t count = list_terms(ctx, args, view, shared, token);
+        if (shared.through != 0 && !await_messages(ctx, args, shared)) {
+            break;
+        }
         if (vectors) {
             add_token<E, 16 / sizeof(E), kHow>(args, token, terms, count);
         } else {
             add_token<E, 1, kHow>(args, token, terms, count);
         }
-        return_weights(args, view, shared, token);
+        return_weights(ctx, args, view, shared, token);
         __syncwarp();
+        if (shared.through != 0) {
+            put_back_messages(ctx, args, shared);
+            __syncwarp();
+        }
     }
 }
 
 // One kernel per element type and way of adding: each gets the registers it needs.
 template <typename E, uint32_t kHow>
-__device__ inline void combine(const ep_cuda_combine_args_t &args, CombineShared &shared)
+__device__ inline void combine(const ep_cuda_combine_args_t &args, CombineShared &shared, char *stages)
 {
     Context ctx(args.group);
     PlanView view(args.plan);
     Signature signature = combine_signature(args, view);
     if (threadIdx.x == 0) {
-        shared.ok = view.header->epoch != 0 && !is_broken(ctx);
+        shared.ok = !is_broken(ctx);
         shared.vectors = 1;
+        shared.through = 0;
     }
     __syncthreads();
     bool ok = shared.ok;
     if (ok && is_first_block(ctx)) {
         show_rows(ctx, args, view, signature);
     }
-    for (uint32_t peer = threadIdx.x; ok && peer < args.group.num_ranks; peer += blockDim.x) {
-        ok = read_holder(ctx, args, signature, peer, shared);
+    plan_rings(args, view, signature, shared);
+    static_assert(EP_COMBINE_THREADS >= EP_CUDA_MAX_RANKS, "a thread for each peer, so that all are read");
+    if (ok && threadIdx.x < args.group.num_ranks) {
+        ok = read_holder(ctx, args, signature, threadIdx.x, shared);
     }
     ok = __syncthreads_and(ok);
     if (ok) {
+        // These warps add, too, when there is nothing left to serve or to ask for.
+        uint32_t warp = threadIdx.x / 32;
+        if (warp < shared.num_servers) {
+            serve_rows(args, ctx.epoch, ctx.deadline_ns, shared, stages);
+        } else if (warp == shared.num_servers && shared.through != 0 && view.expert_major()) {
+            ask_for_rows(args, ctx.epoch, ctx.deadline_ns, shared);
+        }
         add_tokens<E, kHow>(ctx, args, view, shared);
     }
     if (is_last_block(ctx)) {

@@ -115,6 +115,10 @@ __device__ inline void finish_dispatch(const Context &ctx, const ep_cuda_dispatc
     }
     ok = __syncthreads_and(ok);
     write_counts(args, view, ok);
+    // What follows in the stream may index by these: rows that did not come have none.
+    for (uint64_t row = threadIdx.x; !ok && wants_origin(args) && row < args.capacity; row += blockDim.x) {
+        clear_origin(args, row);
+    }
     close_call(ctx);
 }
 
@@ -125,7 +129,8 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
     Signature signature = dispatch_signature(args, view);
     if (threadIdx.x == 0) {
         shared.bulk = (1u << args.num_payloads) - 1;
-        shared.ok = view.header->epoch != 0 && !is_broken(ctx);
+        shared.carries = 0;
+        shared.ok = !is_broken(ctx);
 #if __CUDA_ARCH__ >= 900
         for (int warp = 0; warp < EP_DISPATCH_WARPS; ++warp) {
             for (int stage = 0; stage < EP_DISPATCH_MAX_STAGES; ++stage) {
@@ -145,18 +150,23 @@ __device__ inline void dispatch(const ep_cuda_dispatch_args_t &args, DispatchSha
              expert += blockDim.x) {
             put_count(args.rows_per_expert, expert, 0);
         }
-        __threadfence();
         __syncthreads();
         give_credits(ctx, args, view, signature);
     }
-    for (uint32_t peer = threadIdx.x; ok && peer < args.group.num_ranks; peer += blockDim.x) {
-        ok = read_credit(ctx, args, signature, peer, shared);
+    static_assert(EP_DISPATCH_THREADS >= EP_CUDA_MAX_RANKS, "a thread for each peer, so that all are read");
+    if (ok && threadIdx.x < args.group.num_ranks) {
+        ok = read_credit(ctx, args, signature, threadIdx.x, shared);
     }
     ok = __syncthreads_and(ok);
     if (ok) {
         if (threadIdx.x == 0) {
             plan_stages(args, shared);
             plan_messages(args, view, signature, shared.incoming);
+        }
+        __syncthreads();
+        if (threadIdx.x < args.group.num_ranks) {
+            bool empty = threadIdx.x == args.group.rank && shared.incoming.meta == 0;
+            shared.totals[threadIdx.x] = empty ? 0 : messages_from(args, view, threadIdx.x);
         }
         __syncthreads();
         uint32_t warp = threadIdx.x / 32;

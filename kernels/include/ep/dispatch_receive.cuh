@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ep/dispatch_send.cuh"
+#include "ep/tickets.cuh"
 
 namespace ep {
 
@@ -76,20 +77,12 @@ struct MessageTaker {
     DispatchShared &shared;
     Stages stages;
 
-    __device__ bool is_there(uint32_t source, uint32_t index) const
-    {
-        bool there = Ring(ctx, source, args.group.rank, shared.incoming).has_message(ctx, index);
-        return __all_sync(0xffffffffu, there);
-    }
-
-    // Waits for a message and starts its payloads on their way. False: the call failed.
-    __device__ bool load(uint32_t source, uint32_t index, uint32_t stage, MessageInFlight &flight)
+    // Starts the payloads of a message that is there on their way.
+    __device__ void load(uint32_t source, uint32_t index, uint32_t stage, MessageInFlight &flight)
     {
         Ring ring(ctx, source, args.group.rank, shared.incoming);
-        bool there = ring.await_message(ctx, source, index, EP_CUDA_SITE_DISPATCH_RING);
-        if (!__all_sync(0xffffffffu, there)) {
-            return false;
-        }
+        // It is there: this only acquires what it holds.
+        ring.await_message(ctx, source, index, EP_CUDA_SITE_DISPATCH_RING);
         // This rank's own payloads went straight to their rows.
         uint32_t through = source == args.group.rank ? 0 : shared.incoming.through;
         flight = {source, index, stage, through & shared.bulk, ring.slot(index)};
@@ -111,7 +104,6 @@ struct MessageTaker {
             }
         }
 #endif
-        return true;
     }
 
     // Stores a message to its rows and gives its slot back.
@@ -189,84 +181,109 @@ struct MessageTaker {
     }
 };
 
-// Takes messages with payloads, oldest first; the next one is loaded while this one is stored.
+// Takes messages with payloads: one is loaded while one is stored.
 __device__ inline void take_messages(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                     DispatchShared &shared, char *all_stages, uint32_t most)
+                                     DispatchShared &shared, char *all_stages)
 {
-    uint32_t num_ranks = args.group.num_ranks;
     MessageTaker taker{ctx, args, view, shared, Stages(shared, all_stages)};
-    // Claims the next message; false: there is none.
-    auto claim = [&](uint32_t &source, uint32_t &index) {
-        do {
-            uint32_t ticket = threadIdx.x % 32 == 0 ? atomicAdd(&ctx.lane->taken, 1u) : 0u;
-            ticket = __shfl_sync(0xffffffffu, ticket, 0);
-            source = ticket % num_ranks;
-            index = ticket / num_ranks;
-        } while (index < most && index >= messages_from(args, view, source));
-        return index < most;
+    Tickets tickets(ctx, shared.totals, args.group.rank + blockIdx.x);
+    auto is_ready = [&](uint32_t source, uint32_t index) {
+        return Ring(ctx, source, args.group.rank, shared.incoming).has_message(ctx, index);
     };
-    uint32_t source, index;
-    MessageInFlight flight{};
-    bool more = claim(source, index) && taker.load(source, index, 0, flight);
-    bool ahead = shared.num_stages > 1;
-    while (more) {
-        MessageInFlight next{};
-        uint32_t next_stage = taker.stages.after(flight.stage);
-        bool claimed = claim(source, index);
-        // A message is stored before the warp waits for the next one, or its source might wait for its slot.
-        if (ahead && claimed && taker.is_there(source, index)) {
+    MessageInFlight flight{}, next{};
+    bool left = true, have = false, ahead = shared.num_stages > 1;
+    for (uint32_t idle = 0; left || have;) {
+        uint32_t source, index;
+        // With one stage, a message is stored before the next one is loaded.
+        bool chosen = (ahead || !have) && tickets.choose(is_ready, source, index, left);
+        if (chosen) {
             taker.stages.await_free();
-            more = taker.load(source, index, next_stage, next);
-            taker.store(flight);
-        } else {
-            taker.store(flight);
-            if (claimed) {
-                taker.stages.await_free();
-                more = taker.load(source, index, next_stage, next);
-            }
+            taker.load(source, index, have ? taker.stages.after(flight.stage) : flight.stage, next);
+            idle = 0;
         }
-        more = more && claimed;
+        if (have) {
+            taker.store(flight);
+        }
+        left = left || (!ahead && have);
+        have = chosen;
         flight = next;
+        bool idles = left && !have && threadIdx.x % 32 == 0;
+        bool failed = idles && !pause(ctx, ++idle, EP_CUDA_SITE_DISPATCH_RING, tickets.late, 0, 0);
+        if (__any_sync(0xffffffffu, failed)) {
+            break;
+        }
     }
 }
 
-// Takes messages without payloads, one a lane. Lanes that wait hold back those that do not, so a ring must
-// hold as many messages as a warp takes: the smallest ring has 68 of the largest.
-__device__ inline void take_origins(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
-                                    DispatchShared &shared, uint32_t most)
+// Writes what a message without payloads says, and gives its slot back.
+__device__ inline void take_origin(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                   const Ring &ring, uint32_t source, uint32_t index)
 {
-    uint32_t num_ranks = args.group.num_ranks, topk = args.plan.topk, lane = threadIdx.x % 32;
-    for (;;) {
-        uint32_t ticket = lane == 0 ? atomicAdd(&ctx.lane->taken, 32u) : 0u;
-        ticket = __shfl_sync(0xffffffffu, ticket, 0) + lane;
-        uint32_t source = ticket % num_ranks, index = ticket / num_ranks;
-        if (__all_sync(0xffffffffu, index >= most)) {
+    uint32_t topk = args.plan.topk;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(ring.slot(index));
+    if (args.plan.layout == 0) {
+        int64_t row = int64_t(view.base[source * view.column_words()]) + index;
+        write_origin(args, row, source, words[0], -1);
+        for (uint32_t k = 0; k < topk; ++k) {
+            write_flat_slot(args, view, row, k, words);
+        }
+    } else {
+        for (uint32_t k = 0; k < topk; ++k) {
+            int64_t row = row_of_expert(args, view, source, words, k);
+            if (row >= 0) {
+                write_origin(args, row, source, words[0], int32_t(k));
+                write_weight(args, row, words[4 + 2 * topk + k]);
+            }
+        }
+    }
+    ring.put_back(ctx, index);
+}
+
+// Takes messages without payloads, one a lane: as many lanes for each source as there are, a ticket each.
+__device__ inline void take_origins(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
+                                    DispatchShared &shared)
+{
+    uint32_t num_ranks = args.group.num_ranks, lane = threadIdx.x % 32;
+    uint32_t holders = 32 * kPeersPerLane / num_ranks * num_ranks, tickets[kPeersPerLane];
+    auto draw = [&](uint32_t source) { return atomicAdd(&ctx.lane->tickets[source], 1u); };
+#pragma unroll
+    for (uint32_t i = 0; i < kPeersPerLane; ++i) {
+        uint32_t holder = 32 * i + lane;
+        tickets[i] = holder < holders ? draw(holder % num_ranks) : ~0u;
+    }
+    for (uint32_t idle = 1;; ++idle) {
+        bool left = false, took = false;
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kPeersPerLane; ++i) {
+            uint32_t source = (32 * i + lane) % num_ranks;
+            if (tickets[i] >= shared.totals[source]) {
+                continue;
+            }
+            left = true;
+            late = source;
+            Ring ring(ctx, source, args.group.rank, shared.incoming);
+            if (ring.has_message(ctx, tickets[i])) {
+                // It is there: this only acquires what it holds.
+                ring.await_message(ctx, source, tickets[i], EP_CUDA_SITE_DISPATCH_RING);
+                take_origin(ctx, args, view, ring, source, tickets[i]);
+                tickets[i] = draw(source);
+                took = true;
+            }
+        }
+        uint32_t waiting = __ballot_sync(0xffffffffu, left);
+        if (waiting == 0) {
             break;
         }
-        if (index >= messages_from(args, view, source)) {
+        if (__any_sync(0xffffffffu, took)) {
+            idle = 0;
             continue;
         }
-        Ring ring(ctx, source, args.group.rank, shared.incoming);
-        if (!ring.await_message(ctx, source, index, EP_CUDA_SITE_DISPATCH_RING)) {
-            continue;
+        late = __shfl_sync(0xffffffffu, late, __ffs(waiting) - 1);
+        bool failed = lane == 0 && !pause(ctx, idle, EP_CUDA_SITE_DISPATCH_RING, late, 0, 0);
+        if (__any_sync(0xffffffffu, failed)) {
+            break;
         }
-        const uint32_t *words = reinterpret_cast<const uint32_t *>(ring.slot(index));
-        if (args.plan.layout == 0) {
-            int64_t row = int64_t(view.base[source * view.column_words()]) + index;
-            write_origin(args, row, source, words[0], -1);
-            for (uint32_t k = 0; k < topk; ++k) {
-                write_flat_slot(args, view, row, k, words);
-            }
-        } else {
-            for (uint32_t k = 0; k < topk; ++k) {
-                int64_t row = row_of_expert(args, view, source, words, k);
-                if (row >= 0) {
-                    write_origin(args, row, source, words[0], int32_t(k));
-                    write_weight(args, row, words[4 + 2 * topk + k]);
-                }
-            }
-        }
-        ring.put_back(ctx, index);
     }
 }
 
@@ -274,14 +291,10 @@ __device__ inline void take_origins(const Context &ctx, const ep_cuda_dispatch_a
 __device__ inline void receive_messages(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
                                         DispatchShared &shared, char *all_stages)
 {
-    uint32_t most = 0;
-    for (uint32_t source = 0; source < args.group.num_ranks; ++source) {
-        most = max(most, messages_from(args, view, source));
-    }
     if (shared.incoming.through == 0) {
-        take_origins(ctx, args, view, shared, most);
+        take_origins(ctx, args, view, shared);
     } else {
-        take_messages(ctx, args, view, shared, all_stages, most);
+        take_messages(ctx, args, view, shared, all_stages);
     }
 #if __CUDA_ARCH__ >= 900
     bulk_wait_written<0>();

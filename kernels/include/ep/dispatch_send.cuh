@@ -6,6 +6,7 @@
 
 #include "ep/plan.cuh"
 #include "ep/ring.cuh"
+#include "ep/rows.cuh"
 
 namespace ep {
 
@@ -41,8 +42,10 @@ struct DispatchShared {
     uint32_t num_stages;   // of each warp
     uint32_t active_warps; // that have stages
     uint32_t bulk;         // bit i: payload i goes by bulk copies
+    uint32_t carries;      // 1: some message carries payloads
     uint32_t ok;
     MessageLayout incoming;
+    uint32_t totals[EP_CUDA_MAX_RANKS]; // messages that come from each source
 };
 
 __device__ inline void put_i32(uint64_t address, uint64_t index, int32_t value)
@@ -91,7 +94,8 @@ __device__ inline Signature dispatch_signature(const ep_cuda_dispatch_args_t &ar
     Signature signature = {};
     signature.plan_epoch = view.header->epoch;
     signature.plan_hash = args.plan.hash;
-    signature.op = EP_WIRE_OP_DISPATCH;
+    // Without an update that worked there is nothing to dispatch, here as on the peers.
+    signature.op = signature.plan_epoch != 0 ? EP_WIRE_OP_DISPATCH : EP_WIRE_OP_FAILED;
     signature.flags = args.topk_weights.data != 0 ? EP_WIRE_FLAG_TOPK_WEIGHTS : 0;
     signature.dtypes = args.dtypes;
     signature.num_payloads = args.num_payloads;
@@ -135,12 +139,8 @@ __device__ inline bool bulk_aligned(uint64_t address, uint64_t row_pitch, uint64
 __device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_args_t &args, const Signature &signature,
                                    uint32_t peer, DispatchShared &shared)
 {
-    ep_wire_desc_t *desc = await_desc(ctx, peer, EP_CUDA_SITE_DISPATCH_CREDIT);
+    ep_wire_desc_t *desc = agree(ctx, peer, signature, EP_CUDA_SITE_DISPATCH_CREDIT);
     if (desc == nullptr) {
-        return false;
-    }
-    if (!same_signature(desc, signature)) {
-        fail(ctx, kErrMismatch, EP_CUDA_SITE_DISPATCH_CREDIT, int32_t(peer), signature.op, desc->op);
         return false;
     }
     Destination &to = shared.destinations[peer];
@@ -170,6 +170,9 @@ __device__ inline bool read_credit(const Context &ctx, const ep_cuda_dispatch_ar
         if (!bulk_aligned(reinterpret_cast<uint64_t>(to.base[i]), to.row_pitch[i], to.col_pitch[i], own.element)) {
             atomicAnd(&shared.bulk, ~(1u << i));
         }
+    }
+    if (through != 0 && peer != args.group.rank) {
+        shared.carries = 1;
     }
     to.messages.set(through, (desc->wants & EP_WIRE_WANTS_META) != 0, args.topk_weights.data != 0, args.plan.topk,
                     signature.row_bytes, args.group.ring_bytes);
@@ -288,35 +291,6 @@ __device__ inline SlotInFlight look_up_slot(const ep_cuda_dispatch_args_t &args,
     return found;
 }
 
-// A warp copies one row element by element, or 16 bytes at a time where both sides allow it.
-__device__ inline void copy_row(char *to, uint64_t to_pitch, const char *from, uint64_t from_pitch, uint32_t cols,
-                                uint32_t element)
-{
-    uint32_t lane = threadIdx.x % 32, bytes = cols * element;
-    bool contiguous = to_pitch == element && from_pitch == element;
-    uint64_t aligned = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16;
-    if (contiguous && aligned == 0) {
-        for (uint32_t i = lane; i < bytes / 16; i += 32) {
-            st_row(reinterpret_cast<uint4 *>(to) + i, ld_row(reinterpret_cast<const uint4 *>(from) + i));
-        }
-        for (uint32_t i = bytes / 16 * 16 + lane; i < bytes; i += 32) {
-            to[i] = from[i];
-        }
-        return;
-    }
-    for (uint32_t col = lane; col < cols; col += 32) {
-        for (uint32_t byte = 0; byte < element; ++byte) {
-            to[col * to_pitch + byte] = from[col * from_pitch + byte];
-        }
-    }
-}
-
-// A message that a lane has put into a ring and not yet announced.
-struct Announcement {
-    uint64_t *word;
-    uint64_t tag;
-};
-
 // A token on its way, in each lane the slots k and k + 32.
 struct TokenInFlight {
     uint32_t token;
@@ -332,7 +306,6 @@ struct TokenSender {
     DispatchShared &shared;
     Stages stages;
     uint32_t num_slots; // that a lane looks after
-    Announcement pending[2] = {};
 
     // Starts the token's rows on their way into a stage, and looks up where they go.
     __device__ TokenInFlight load(uint32_t token, uint32_t stage)
@@ -359,14 +332,14 @@ struct TokenSender {
         return flight;
     }
 
-    // Stores the token to all its destinations. False: the call failed.
+    // Stores the token to all its destinations, and announces its messages. False: the call failed.
     __device__ bool store(const TokenInFlight &flight)
     {
         char *messages[2] = {nullptr, nullptr};
         bool ok = true;
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-            ok = ok && open_message(flight.slots[i], pending[i], &messages[i]);
+            ok = ok && open_message(flight.slots[i], &messages[i]);
         }
         ok = __all_sync(0xffffffffu, ok);
         if (ok) {
@@ -385,7 +358,33 @@ struct TokenSender {
 #if __CUDA_ARCH__ >= 900
         bulk_commit();
 #endif
+        if (__any_sync(0xffffffffu, messages[0] != nullptr || messages[1] != nullptr)) {
+            announce(flight, messages);
+        }
         return ok;
+    }
+
+    // Announces a token's messages, once their payloads are there: receivers and this warp's next tokens wait for
+    // little else.
+    __device__ void announce(const TokenInFlight &flight, char *(&messages)[2])
+    {
+#if __CUDA_ARCH__ >= 900
+        if (shared.carries != 0) {
+            bulk_wait_written<0>();
+            fence_proxy_async_global();
+        }
+#endif
+        // The warp wrote messages together: each lane's release is cumulative over every lane's stores.
+        __syncwarp();
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            const SlotInFlight &slot = flight.slots[i];
+            if (messages[i] != nullptr) {
+                Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
+                // Release: pairs with the acquire in `Ring::await_message`.
+                st_release_sys(ring.full(slot.rank_pos), message_tag(ctx.epoch, slot.rank_pos));
+            }
+        }
     }
 
     // True if the slot is the token's first one to a rank that takes messages.
@@ -395,26 +394,16 @@ struct TokenSender {
             return false;
         }
         const Destination &to = shared.destinations[slot.rank];
+        // This rank's own payloads need no message.
+        if (slot.rank == args.group.rank && to.messages.meta == 0) {
+            return false;
+        }
         // A flat row that does not fit has no message; the receiver counts the same way.
         return to.messages.used() && (args.plan.layout != 0 || slot.row >= 0);
     }
 
-    // True if all of the token's messages have room.
-    __device__ bool has_room(const TokenInFlight &flight) const
-    {
-        bool room = true;
-#pragma unroll
-        for (const SlotInFlight &slot : flight.slots) {
-            if (has_message(slot)) {
-                Ring ring(ctx, args.group.rank, slot.rank, shared.destinations[slot.rank].messages);
-                room = room && ring.has_room(ctx, slot.rank_pos);
-            }
-        }
-        return __all_sync(0xffffffffu, room);
-    }
-
     // Waits for room for the slot's message, if it has one. False: the call failed.
-    __device__ bool open_message(const SlotInFlight &slot, Announcement &announcement, char **message)
+    __device__ bool open_message(const SlotInFlight &slot, char **message)
     {
         if (!has_message(slot)) {
             return true;
@@ -424,8 +413,6 @@ struct TokenSender {
             return false;
         }
         *message = ring.slot(slot.rank_pos);
-        announcement.word = ring.full(slot.rank_pos);
-        announcement.tag = message_tag(ctx.epoch, slot.rank_pos);
         return true;
     }
 
@@ -516,34 +503,10 @@ struct TokenSender {
             }
         }
     }
-
-    // Announces the messages of a token whose copies are complete, but for the latest kLater tokens.
-    template <int kLater>
-    __device__ void announce(Announcement (&announcements)[2])
-    {
-        bool any = announcements[0].word != nullptr || announcements[1].word != nullptr;
-        if (!__any_sync(0xffffffffu, any)) {
-            return;
-        }
-#if __CUDA_ARCH__ >= 900
-        bulk_wait_written<kLater>();
-        fence_proxy_async_global();
-#endif
-        // The warp copied rows together: every lane's stores come before any lane's announcement.
-        __threadfence_system();
-        __syncwarp();
-        for (Announcement &announcement : announcements) {
-            if (announcement.word != nullptr) {
-                // Release: pairs with the acquire in `Ring::await_message`.
-                st_release_sys(announcement.word, announcement.tag);
-                announcement.word = nullptr;
-            }
-        }
-    }
 };
 
-// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while
-// this one is stored; the last one's messages are announced when its copies are complete.
+// The senders of a block: claim tokens until none are left. The next token is loaded and looked up while this one
+// is stored.
 __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_args_t &args, const PlanView &view,
                                    DispatchShared &shared, char *all_stages)
 {
@@ -557,7 +520,6 @@ __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_ar
     if (token < num_tokens) {
         flight = sender.load(token, 0);
     }
-    Announcement last[2] = {};
     while (token < num_tokens) {
         uint32_t next = broadcast(claimed);
         claimed = next < num_tokens ? claim() : next;
@@ -567,27 +529,16 @@ __device__ inline void send_tokens(const Context &ctx, const ep_cuda_dispatch_ar
             sender.stages.await_free();
             next_flight = sender.load(next, next_stage);
         }
-        // What is in the rings already must be announced before this warp waits for room in them.
-        if (!sender.has_room(flight)) {
-            sender.announce<0>(last);
-        }
-        bool ok = sender.store(flight);
-        sender.announce<1>(last);
-        last[0] = sender.pending[0];
-        last[1] = sender.pending[1];
-        sender.pending[0].word = sender.pending[1].word = nullptr;
-        if (!ok) {
+        if (!sender.store(flight)) {
             break;
         }
         if (!ahead && next < num_tokens) {
-            sender.announce<0>(last);
             sender.stages.await_free();
             next_flight = sender.load(next, next_stage);
         }
         token = next;
         flight = next_flight;
     }
-    sender.announce<0>(last);
 #if __CUDA_ARCH__ >= 900
     bulk_wait_written<0>();
     fence_proxy_async_global();

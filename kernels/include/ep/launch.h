@@ -15,7 +15,9 @@ enum {
     EP_COMBINE_THREADS = 512,
     /* Dynamic shared memory. The plan's depends on its bins, one per expert and rank. */
     EP_DISPATCH_SHARED_BYTES = 215 * 1024, /* 15 rows of 7168 bf16 */
-    EP_COMBINE_SHARED_BYTES = 0,
+    EP_COMBINE_SERVERS = 5,       /* warps of a block that put this rank's rows into rings, if they must */
+    EP_COMBINE_STAGES = 2,        /* rows that each of them has in shared memory */
+    EP_COMBINE_SHARED_BYTES = 140 * 1024, /* of a block with servers: ten rows of 7168 bf16 */
     EP_PLAN_MAX_BINS = 7000 /* num_experts + num_ranks */
 };
 

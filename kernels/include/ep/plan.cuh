@@ -10,8 +10,6 @@
 namespace ep {
 
 constexpr int kPlanWarps = EP_PLAN_THREADS / 32;
-constexpr int32_t kErrOutOfRange = 3;
-constexpr int32_t kErrMismatch = 100;
 
 // The arrays of a plan with their types.
 struct PlanView {
@@ -22,6 +20,7 @@ struct PlanView {
     int32_t *expert;
     uint32_t *slot_pos;
     uint32_t *rank_pos;
+    uint32_t *send_pos;
     uint32_t *chunk_counts;
     uint32_t *column;
     uint32_t *base;
@@ -36,6 +35,7 @@ struct PlanView {
           expert(reinterpret_cast<int32_t *>(p.expert)),
           slot_pos(reinterpret_cast<uint32_t *>(p.slot_pos)),
           rank_pos(reinterpret_cast<uint32_t *>(p.rank_pos)),
+          send_pos(reinterpret_cast<uint32_t *>(p.send_pos)),
           chunk_counts(reinterpret_cast<uint32_t *>(p.chunk_counts)),
           column(reinterpret_cast<uint32_t *>(p.column)),
           base(reinterpret_cast<uint32_t *>(p.base)),
@@ -45,7 +45,32 @@ struct PlanView {
     }
 
     __device__ uint32_t column_words() const { return 1 + plan.num_local; }
+
+    __device__ bool expert_major() const { return plan.layout == 1; }
 };
+
+// Bins: the slots of each expert; the tokens of each rank; and, in expert-major layout, the slots of each rank.
+__device__ inline uint32_t num_bins(const PlanView &view, uint32_t num_ranks)
+{
+    return view.plan.num_experts + num_ranks * (view.expert_major() ? 2 : 1);
+}
+
+// Adds up the slots of each rank from those of its experts, for `rows` rows of bins.
+__device__ inline void sum_ranks(const PlanView &view, uint32_t num_ranks, uint32_t *counts, uint32_t rows)
+{
+    if (!view.expert_major()) {
+        return;
+    }
+    uint32_t bins = num_bins(view, num_ranks);
+    for (uint32_t i = threadIdx.x; i < rows * num_ranks; i += blockDim.x) {
+        uint32_t *row = counts + i / num_ranks * bins, rank = i % num_ranks, sum = 0;
+        for (uint32_t expert = view.first[rank]; expert < view.first[rank + 1]; ++expert) {
+            sum += row[expert];
+        }
+        row[view.plan.num_experts + num_ranks + rank] = sum;
+    }
+    __syncthreads();
+}
 
 // Ranks that a token goes to.
 struct RankSet {
@@ -93,7 +118,7 @@ __device__ inline void count_chunks(const ep_cuda_plan_args_t &args, uint32_t *c
 {
     Context ctx(args.group);
     PlanView view(args.plan);
-    uint32_t bins = args.plan.num_experts + args.group.num_ranks;
+    uint32_t bins = num_bins(view, args.group.num_ranks);
     for (uint32_t chunk = blockIdx.x; chunk < args.num_chunks; chunk += gridDim.x) {
         for (uint32_t bin = threadIdx.x; bin < bins; bin += blockDim.x) {
             counts[bin] = 0;
@@ -105,13 +130,15 @@ __device__ inline void count_chunks(const ep_cuda_plan_args_t &args, uint32_t *c
             int64_t id = read_id(args.topk_idx, token, k);
             bool valid = id >= 0 && id < args.plan.num_experts;
             if (!valid && id != -1) {
-                fail(ctx, kErrOutOfRange, EP_CUDA_SITE_BAD_ID, int32_t(token), k, uint64_t(id));
+                // The second kernel tells the peers that this update failed.
+                fail_call(ctx, kErrOutOfRange, EP_CUDA_SITE_BAD_ID, int32_t(token), k, uint64_t(id));
             }
             int32_t expert = valid ? int32_t(id) : -1;
             view.expert[token * args.plan.topk + k] = expert;
             return expert;
         });
         __syncthreads();
+        sum_ranks(view, args.group.num_ranks, counts, 1);
         for (uint32_t bin = threadIdx.x; bin < bins; bin += blockDim.x) {
             view.chunk_counts[chunk * bins + bin] = counts[bin];
         }
@@ -150,7 +177,7 @@ __device__ inline bool is_first_to_rank(const PlanView &view, uint32_t slot, uin
 __device__ inline void place_chunk(const ep_cuda_plan_args_t &args, const PlanView &view, uint32_t chunk,
                                    uint32_t *warp_counts)
 {
-    uint32_t bins = args.plan.num_experts + args.group.num_ranks, topk = args.plan.topk;
+    uint32_t bins = num_bins(view, args.group.num_ranks), topk = args.plan.topk;
     uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t *counts = warp_counts + warp * bins;
     for (uint32_t i = threadIdx.x; i < kPlanWarps * bins; i += blockDim.x) {
@@ -164,6 +191,7 @@ __device__ inline void place_chunk(const ep_cuda_plan_args_t &args, const PlanVi
     auto expert_of = [&](uint32_t token, uint32_t k) { return view.expert[token * topk + k]; };
     count_tokens(view, begin, end, lane, 32, counts, expert_of);
     __syncthreads();
+    sum_ranks(view, args.group.num_ranks, warp_counts, kPlanWarps);
     for (uint32_t bin = threadIdx.x; bin < bins; bin += blockDim.x) {
         uint32_t sum = 0;
         for (uint32_t earlier = 0; earlier < chunk; ++earlier) {
@@ -183,6 +211,13 @@ __device__ inline void place_chunk(const ep_cuda_plan_args_t &args, const PlanVi
         bool first = expert >= 0 && is_first_to_rank(view, slot, rank);
         uint32_t slot_pos = take_position(expert, counts);
         uint32_t rank_pos = take_position(first ? int32_t(args.plan.num_experts + rank) : -1, counts);
+        if (view.expert_major()) {
+            int32_t bin = int32_t(args.plan.num_experts + args.group.num_ranks + rank);
+            uint32_t send_pos = take_position(expert >= 0 ? bin : -1, counts);
+            if (slot < end * topk) {
+                view.send_pos[slot] = send_pos;
+            }
+        }
         if (slot < end * topk) {
             view.slot_pos[slot] = slot_pos;
             view.rank_pos[slot] = rank_pos;
@@ -193,7 +228,7 @@ __device__ inline void place_chunk(const ep_cuda_plan_args_t &args, const PlanVi
 
 __device__ inline uint32_t total_of_bin(const ep_cuda_plan_args_t &args, const PlanView &view, uint32_t bin)
 {
-    uint32_t bins = args.plan.num_experts + args.group.num_ranks, sum = 0;
+    uint32_t bins = num_bins(view, args.group.num_ranks), sum = 0;
     for (uint32_t chunk = 0; chunk < args.num_chunks; ++chunk) {
         sum += view.chunk_counts[chunk * bins + bin];
     }
@@ -206,7 +241,10 @@ __device__ inline bool exchange_counts(const Context &ctx, const ep_cuda_plan_ar
     uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_ranks = args.group.num_ranks;
     Signature signature = {};
     signature.plan_hash = args.plan.hash;
-    signature.op = EP_WIRE_OP_PLAN;
+    // The first kernel may have found that this update fails.
+    signature.op = ctx.lane->verdict == EP_CUDA_VERDICT_OK ? EP_WIRE_OP_PLAN : EP_WIRE_OP_FAILED;
+    // Every thread has read the verdict before one of them may change it below.
+    __syncthreads();
     for (uint32_t i = warp; i < num_ranks; i += kPlanWarps) {
         uint32_t peer = (args.group.rank + i) % num_ranks;
         publish(ctx, peer, [&](ep_wire_desc_t *desc, uint32_t *tail, uint32_t id) {
@@ -224,14 +262,11 @@ __device__ inline bool exchange_counts(const Context &ctx, const ep_cuda_plan_ar
     for (uint32_t peer = warp; peer < num_ranks; peer += kPlanWarps) {
         ep_wire_desc_t *desc = nullptr;
         if (lane == 0) {
-            desc = await_desc(ctx, peer, EP_CUDA_SITE_PLAN_COUNTS);
-            if (desc != nullptr && !same_signature(desc, signature)) {
-                fail(ctx, kErrMismatch, EP_CUDA_SITE_PLAN_COUNTS, int32_t(peer), signature.op, desc->op);
-                desc = nullptr;
-            }
+            desc = agree(ctx, peer, signature, EP_CUDA_SITE_PLAN_COUNTS);
         }
         desc = reinterpret_cast<ep_wire_desc_t *>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(desc), 0));
         ok = ok && desc != nullptr;
+        // All descriptors are read, also after one that differs: only then may the lane go on.
         for (uint32_t word = lane; ok && word < view.column_words(); word += 32) {
             view.column[peer * view.column_words() + word] = tail_of(desc)[word];
         }
@@ -311,7 +346,6 @@ __device__ inline void place_rows(const Context &ctx, const ep_cuda_plan_args_t 
             host[2] = all;
         }
     }
-    __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
         view.header->epoch = ctx.epoch;

@@ -9,7 +9,7 @@
 
 namespace ep {
 
-enum : int32_t { kErrTimeout = 200, kErrAborted = 202 };
+enum : int32_t { kErrOutOfRange = 3, kErrMismatch = 100, kErrTimeout = 200, kErrAborted = 202 };
 
 // What a call knows of its group, in every thread.
 struct Context {
@@ -24,6 +24,12 @@ struct Context {
           // Advanced by the last block of a call only, after all its blocks read it.
           epoch(*reinterpret_cast<volatile uint64_t *>(g.state) + 1),
           deadline_ns(global_timer_ns() + g.timeout_ns)
+    {
+    }
+
+    // For functions that are not inlined: passed by reference, a context would live in memory.
+    __device__ Context(const ep_cuda_group_t &g, uint64_t its_epoch, uint64_t its_deadline_ns)
+        : group(g), lane(reinterpret_cast<ep_cuda_lane_t *>(g.state)), epoch(its_epoch), deadline_ns(its_deadline_ns)
     {
     }
 
@@ -97,15 +103,27 @@ __device__ inline void fail(const Context &ctx, int32_t status, uint32_t site, i
     }
 }
 
+// This call fails, and the group lives on: tells this rank's host, once a call.
+__device__ inline void fail_call(const Context &ctx, int32_t status, uint32_t site, int32_t peer, uint64_t expected,
+                                 uint64_t seen)
+{
+    if (atomicCAS(&ctx.lane->verdict, uint32_t(EP_CUDA_VERDICT_OK), uint32_t(EP_CUDA_VERDICT_MISMATCH)) ==
+        EP_CUDA_VERDICT_OK) {
+        write_report(ctx.report(), status, site, int32_t(ctx.group.rank), peer, int32_t(ctx.group.lane), ctx.epoch,
+                     expected, seen);
+    }
+}
+
+// How long a record may take to be written by the rank that claimed it.
+constexpr uint64_t kRecordNs = 50 * 1000 * 1000;
+
 // A peer's record, or the host's abort: becomes this rank's report.
 __device__ inline void adopt_error(const Context &ctx)
 {
     ep_wire_error_t *error = ctx.error_of(ctx.group.rank);
+    uint64_t give_up = global_timer_ns() + kRecordNs;
     // Acquire: pairs with the release in `write_error`.
-    while (ld_acquire_sys(&error->state) == 1u) {
-        if (global_timer_ns() > ctx.deadline_ns) {
-            break;
-        }
+    while (ld_acquire_sys(&error->state) == 1u && global_timer_ns() < give_up) {
     }
     atomicExch(&ctx.lane->verdict, uint32_t(EP_CUDA_VERDICT_BROKEN));
     write_report(ctx.report(), error->status, error->reserved, error->rank, error->peer, error->lane, error->epoch, 0,
@@ -122,6 +140,32 @@ __device__ inline bool is_broken(const Context &ctx)
 constexpr uint32_t kEagerPolls = 16;
 constexpr uint32_t kPauseNs = 32;
 
+// Between two looks at what is not there yet; `polls` counts them from 1. False: the deadline passed or the group
+// broke, and that is recorded.
+__device__ inline bool pause(const Context &ctx, uint32_t polls, uint32_t site, uint32_t peer, uint64_t expected,
+                             uint64_t seen)
+{
+    if (polls > kEagerPolls) {
+        __nanosleep(kPauseNs);
+    }
+    if (polls % 256 != 0) {
+        return true;
+    }
+    if (is_broken(ctx)) {
+        adopt_error(ctx);
+        return false;
+    }
+    if (ld_relaxed_sys(&ctx.report()->host_abort) != 0u) {
+        fail(ctx, kErrAborted, site, int32_t(peer), expected, seen);
+        return false;
+    }
+    if (global_timer_ns() > ctx.deadline_ns) {
+        fail(ctx, kErrTimeout, site, int32_t(peer), expected, seen);
+        return false;
+    }
+    return true;
+}
+
 // Polls a monotonic word until it is at least `expected`. Polls are relaxed: an acquire load empties the
 // first-level cache each time. False: the deadline passed or the group broke, and that is recorded.
 __device__ inline bool await_word(const Context &ctx, const uint64_t *word, uint64_t expected, uint32_t site,
@@ -129,22 +173,7 @@ __device__ inline bool await_word(const Context &ctx, const uint64_t *word, uint
 {
     uint64_t seen;
     for (uint32_t polls = 1; (seen = ld_relaxed_sys(word)) < expected; ++polls) {
-        if (polls > kEagerPolls) {
-            __nanosleep(kPauseNs);
-        }
-        if (polls % 256 != 0) {
-            continue;
-        }
-        if (is_broken(ctx)) {
-            adopt_error(ctx);
-            return false;
-        }
-        if (ld_relaxed_sys(&ctx.report()->host_abort) != 0u) {
-            fail(ctx, kErrAborted, site, int32_t(peer), expected, seen);
-            return false;
-        }
-        if (global_timer_ns() > ctx.deadline_ns) {
-            fail(ctx, kErrTimeout, site, int32_t(peer), expected, seen);
+        if (!pause(ctx, polls, site, peer, expected, seen)) {
             return false;
         }
     }

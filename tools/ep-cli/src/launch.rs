@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use ep_core::bootstrap::UniqueId;
 use ep_core::mem::Mapping;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::BARRIER_BYTES;
@@ -54,7 +54,16 @@ pub(crate) enum Reply<T> {
     /// How far it is.
     Progress(f64),
     /// Why the rank ends.
-    Failed(String),
+    Failed(Failure),
+}
+
+/// Why a rank ends.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Failure {
+    /// For the user.
+    pub(crate) text: String,
+    /// Another rank came to harm first, as far as this one can tell.
+    pub(crate) is_consequence: bool,
 }
 
 enum Event {
@@ -182,27 +191,36 @@ impl Ranks {
             match serde_json::from_str::<Reply<T>>(&line) {
                 Ok(Reply::Done(answer)) => answers[rank] = Some(answer),
                 Ok(Reply::Progress(part)) => progress(rank, part),
-                Ok(Reply::Failed(text)) => return Err(self.first_failure(rank, text)),
+                Ok(Reply::Failed(failure)) => return Err(self.root_cause(rank, failure)),
                 Err(error) => bail!("rank {rank} answered {line:?}: {error}"),
             }
         }
         Ok(answers.into_iter().flatten().collect())
     }
 
-    /// A rank failed. If it did because another one died, that one is what the user wants to know about.
-    fn first_failure(&mut self, rank: usize, text: String) -> anyhow::Error {
+    /// A rank failed. If it did because another one failed or died, that one is what the user wants to know
+    /// about.
+    fn root_cause(&mut self, rank: usize, failure: Failure) -> anyhow::Error {
         let deadline = Instant::now() + GRACE;
-        let mut failed = vec![rank];
-        while failed.len() < self.len() {
+        let mut failed = vec![(rank, failure)];
+        while failed.len() < self.len() && failed.iter().all(|(_, failure)| failure.is_consequence) {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok((other, event)) = self.events.recv_timeout(left) else { break };
             match event {
-                Event::Closed if !failed.contains(&other) => return self.obituary(other),
-                Event::Line(line) if line.contains("\"failed\"") => failed.push(other),
-                Event::Line(_) | Event::Closed => {}
+                Event::Closed if failed.iter().all(|(rank, _)| *rank != other) => {
+                    return self.obituary(other);
+                }
+                Event::Line(line) => {
+                    if let Ok(Reply::Failed(failure)) = serde_json::from_str::<Reply<IgnoredAny>>(&line) {
+                        failed.push((other, failure));
+                    }
+                }
+                Event::Closed => {}
             }
         }
-        anyhow!("rank {rank}: {text}")
+        let own = failed.iter().find(|(_, failure)| !failure.is_consequence);
+        let (rank, failure) = own.unwrap_or(&failed[0]);
+        anyhow!("rank {rank}: {}", failure.text)
     }
 
     /// Says how a rank ended, with the end of its standard error.
@@ -335,7 +353,8 @@ mod tests {
     #[test]
     fn a_dead_rank_is_blamed_before_those_that_miss_it() {
         let script = format!(
-            r#"{ONLY_RANK_1} sleep 0.2; echo gone >&2; exit 3;; esac; echo '{{"failed":"a peer is lost"}}'; read more"#
+            r#"{ONLY_RANK_1} sleep 0.2; echo gone >&2; exit 3;; esac
+            echo '{{"failed":{{"text":"a peer is lost","is_consequence":true}}}}'; read more"#
         );
         let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
         assert!(error.contains("rank 1") && error.contains("gone"), "{error}");
@@ -343,8 +362,19 @@ mod tests {
 
     #[test]
     fn a_failure_is_told_with_its_rank() {
-        let script = format!(r#"{ONLY_RANK_1} echo '{{"failed":"no room"}}';; esac; read more"#);
+        let script = format!(
+            r#"{ONLY_RANK_1} echo '{{"failed":{{"text":"no room","is_consequence":false}}}}';; esac; read more"#
+        );
         let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
+        assert!(error.contains("rank 1: no room"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_failed_by_itself_is_blamed_before_those_that_miss_it() {
+        let script = r#"case $job in *'"rank":1'*) sleep 0.2; text='no room'; other=false;;
+            *) text='a peer is lost'; other=true;; esac
+            echo "{\"failed\":{\"text\":\"$text\",\"is_consequence\":$other}}"; read more"#;
+        let error = answers(&mut ranks(3, script)).unwrap_err().to_string();
         assert!(error.contains("rank 1: no room"), "{error}");
     }
 

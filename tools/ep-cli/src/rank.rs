@@ -8,6 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use ep_core::bootstrap::{TcpBootstrap, UniqueId};
 use ep_core::config::GroupConfig;
 use ep_core::engine::Group;
+use ep_core::{Error, Status};
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::bench::BenchRank;
 use crate::bench::shape::Shape;
 use crate::demo::{DemoJob, DemoRank};
-use crate::launch::{Hello, Reply};
+use crate::launch::{Failure, Hello, Reply};
 use crate::memory::Barrier;
 
 /// What a rank process is for.
@@ -48,7 +49,10 @@ pub(crate) fn serve() -> Result<()> {
     ensure!(getppid().is_some_and(|parent| parent.as_raw_nonzero().get() != 1), "the parent has ended");
     let result = run();
     if let Err(error) = &result {
-        reply(&Reply::<()>::Failed(format!("{error:#}")))?;
+        let is_consequence = error.downcast_ref::<Error>().is_some_and(|error| {
+            matches!(error.status, Status::Timeout | Status::PeerLost | Status::Aborted | Status::Bootstrap)
+        });
+        reply(&Reply::<()>::Failed(Failure { text: format!("{error:#}"), is_consequence }))?;
     }
     result
 }

@@ -41,7 +41,7 @@ fn group(net: &SimNet, num_ranks: usize, per_proxy: usize, options: &ProxyOption
 /// Sends descriptor `seq` on every link, and waits for those of the others.
 fn exchange(port: &Port, seq: u64, pause: Duration) {
     let num_links = port.layout().shape().num_links;
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(10);
     let wait = |what: &str, done: &dyn Fn() -> bool| {
         while !done() {
             assert!(Instant::now() < deadline, "{what} {seq} did not come");
@@ -64,9 +64,19 @@ fn exchange(port: &Port, seq: u64, pause: Duration) {
 }
 
 fn play(ports: &[Port], calls: u64, pause: Duration) {
+    let start = Instant::now();
     std::thread::scope(|scope| {
         for port in ports {
-            scope.spawn(move || (0..calls).for_each(|seq| exchange(port, seq, pause)));
+            scope.spawn(move || {
+                for seq in 0..calls {
+                    exchange(port, seq, pause);
+                    assert!(
+                        start.elapsed() < Duration::from_secs(20),
+                        "{seq} calls in {:?}",
+                        start.elapsed()
+                    );
+                }
+            });
         }
     });
 }

@@ -204,7 +204,15 @@ pub(super) fn run(cluster: &mut Cluster, traffic: &mut Traffic, what: &str) {
             cluster.net.pass(100_000);
         }
         assert!(idle < 200_000, "{what}: stuck: {}", traffic.unfinished());
+        if idle % 1000 == 0 {
+            assert_links_live(cluster, traffic, what);
+        }
     }
+    assert_links_live(cluster, traffic, what);
+}
+
+/// No link between ranks that were not stopped has failed.
+fn assert_links_live(cluster: &Cluster, traffic: &Traffic, what: &str) {
     for rank in (0..cluster.ranks.len()).filter(|&rank| !traffic.stopped[rank]) {
         for link in 0..cluster.ranks.len() - 1 {
             let peer = cluster.port(rank).peer(link);
