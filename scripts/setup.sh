@@ -22,6 +22,18 @@ need() {
     have "$1" || packages+=("${@:2}")
 }
 
+# need_library PATTERN PACKAGE...: asks for PACKAGE when the loader knows no such library.
+need_library() {
+    # Not grep -q: it would end ldconfig by a signal, which pipefail takes for "not there".
+    /sbin/ldconfig -p 2>/dev/null | grep "$1" >/dev/null || packages+=("${@:2}")
+}
+
+# Python with what fills a virtual environment, which Debian's lacks.
+need_venv() {
+    need python3 python3 python3-venv
+    ! have python3 || python3 -c 'import ensurepip' 2>/dev/null || packages+=(python3-venv)
+}
+
 # Never runs an installer from the network: says what to do and stops.
 check_rust() {
     local wanted found
@@ -98,6 +110,7 @@ install_packages() {
 
 rust_components=0
 cuda=0
+fabric=0
 for set in "$@"; do
     case $set in
     build | demo | bench)
@@ -116,12 +129,16 @@ for set in "$@"; do
         # The MPI peer that the benchmark compares with.
         need mpirun openmpi-bin
         need mpicc libopenmpi-dev
+        fabric=1
+        # libfabric 1.17 and its headers, and the libclang that the check of the bindings needs.
+        need_library libfabric.so.1 libfabric1
+        [ -f /usr/include/rdma/fabric.h ] || packages+=(libfabric-dev)
+        need_library 'libclang-[0-9.]*so' libclang1-14
+        need_venv
         ;;
     cuda)
         cuda=1
-        need python3 python3 python3-venv
-        # Debian's python3 has venv without what fills one.
-        ! have python3 || python3 -c 'import ensurepip' 2>/dev/null || packages+=(python3-venv)
+        need_venv
         need g++ g++
         ;;
     *)
@@ -136,3 +153,5 @@ check_rust
 install_packages
 # The compiler of the CUDA kernels: that of the machine, or the registry's wheel.
 [ "$cuda" = 0 ] || scripts/cuda.sh >/dev/null
+# A libfabric 2 for the tests, beside the distribution's 1.17.
+[ "$fabric" = 0 ] || scripts/fabric.sh >/dev/null

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use ep_core::config::{MAX_EXPERTS, MAX_TOPK};
 
+use crate::bench::fabric::{FABRIC_COMMAND, MAX_WRITE};
 use crate::bench::shape::{Element, Op, Output, RowOrder};
 use crate::launch::RANK_COMMAND;
 
@@ -22,6 +23,18 @@ fn in_range(least: usize, most: usize) -> impl Fn(&str) -> Result<usize, String>
             true => Ok(number),
             false => Err(format!("expected {least} to {most}")),
         }
+    }
+}
+
+/// Bytes, with K or M behind for binary thousands or millions of them.
+fn bytes(text: &str) -> Result<usize, String> {
+    let (digits, unit) = match text.strip_suffix(['K', 'M']) {
+        Some(digits) => (digits, if text.ends_with('K') { 1 << 10 } else { 1 << 20 }),
+        None => (text, 1),
+    };
+    match digits.parse::<usize>().ok().and_then(|number| number.checked_mul(unit)) {
+        Some(bytes) if bytes <= MAX_WRITE => Ok(bytes),
+        _ => Err(format!("expected 0 to {}M", MAX_WRITE >> 20)),
     }
 }
 
@@ -45,7 +58,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Measure plan, dispatch and combine among processes of this machine
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// Run recorded routings among processes of this machine and compare every bit with a reference
     Demo(DemoArgs),
     /// Version, backends, processors and settings
@@ -53,6 +66,9 @@ pub(crate) enum Command {
     /// A rank of `ep demo` or `ep bench`
     #[command(name = RANK_COMMAND, hide = true)]
     Rank,
+    /// One of the two processes of `ep bench fabric`
+    #[command(name = FABRIC_COMMAND, hide = true)]
+    Fabric,
 }
 
 /// Arguments of `ep info`.
@@ -79,7 +95,11 @@ pub(crate) enum PeerKind {
 
 /// Arguments of `ep bench`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    /// Something else than calls of the library
+    #[command(subcommand)]
+    pub(crate) part: Option<BenchPart>,
     /// What to measure; all of it when absent
     pub(crate) op: Option<Op>,
     /// Where ranks run
@@ -139,6 +159,60 @@ pub(crate) struct BenchArgs {
     /// Measure an MPI program that does the same, in turns with ours
     #[arg(long)]
     pub(crate) peer: Option<PeerKind>,
+    /// One JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What is measured below the library's calls.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchPart {
+    /// Measure writes through libfabric between two processes: the raw path between nodes
+    Fabric(FabricArgs),
+}
+
+/// Whom to compare the raw path with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FabricPeer {
+    /// A C program that uses libfabric and nothing else, compiled when it is asked for
+    Raw,
+    /// `fi_rma_bw` of fabtests, which is on PATH
+    Fabtests,
+}
+
+/// Arguments of `ep bench fabric`.
+#[derive(Debug, Args)]
+pub(crate) struct FabricArgs {
+    /// Bytes of a write, as 8, 64K or 4M; a list is a sweep
+    #[arg(long, value_delimiter = ',', default_value = "8,1K,8K,64K,512K,4M", value_parser = bytes)]
+    pub(crate) sizes: Vec<usize>,
+    /// Writes that are posted, then drained; a list is a sweep
+    #[arg(long, value_delimiter = ',', default_value = "16", value_parser = in_range(1, 4096))]
+    pub(crate) windows: Vec<usize>,
+    /// How many NICs take turns; a list is a sweep
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = in_range(1, 4))]
+    pub(crate) nics: Vec<usize>,
+    /// The NICs, as for EP_FABRIC_NICS, which goes before; none: addresses of the loopback interface
+    #[arg(long, value_delimiter = ',', default_value = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4")]
+    pub(crate) addresses: Vec<String>,
+    /// The provider, as for EP_FABRIC_PROVIDER, which goes before
+    #[arg(long)]
+    pub(crate) provider: Option<String>,
+    /// Rounds of each shape, ours and the peer's in turns
+    #[arg(long, default_value_t = 20, value_parser = in_range(1, 10_000))]
+    pub(crate) rounds: usize,
+    /// Milliseconds of a round
+    #[arg(long, default_value_t = 100, value_parser = in_range(1, 60_000))]
+    pub(crate) round_ms: usize,
+    /// Seconds after which a silent process is given up
+    #[arg(long, default_value_t = 60)]
+    pub(crate) timeout: u64,
+    /// Whom to measure in turns with ours
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) peer: Vec<FabricPeer>,
+    /// A smoke run: few sizes, one round each
+    #[arg(long)]
+    pub(crate) quick: bool,
     /// One JSON object a line
     #[arg(long)]
     pub(crate) json: bool,

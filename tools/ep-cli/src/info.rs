@@ -1,4 +1,4 @@
-//! `ep info`: version, backends, processors, memory and settings.
+//! `ep info`: version, backends, networks, processors, memory and settings.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -56,9 +56,10 @@ fn probe() -> Result<GroupInfo> {
 fn facts() -> Result<Value> {
     let group = probe()?;
     let cuda = ep_cuda::device::survey();
+    let fabric = ep_fabric::select::survey();
     let system = rustix::system::uname();
     let name = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
-    let settings = SETTINGS.iter().map(|(variable, default)| {
+    let settings = SETTINGS.iter().chain(&ep_fabric::settings::SETTINGS).map(|(variable, default)| {
         let value = std::env::var(variable).ok();
         (variable.to_string(), json!({ "value": value, "default": default }))
     });
@@ -70,7 +71,10 @@ fn facts() -> Result<Value> {
         },
         "transports": {
             "shm": { "available": true, "reason": "ranks of one machine, anonymous shared memory" },
-            "fabric": { "available": false, "reason": "not in this build" },
+            "fabric": match fabric {
+                Ok((reason, nics)) => json!({ "available": true, "reason": reason, "nics": nics }),
+                Err(error) => json!({ "available": false, "reason": error.message, "nics": [] }),
+            },
         },
         "system": format!("{} {} {}", name(system.sysname()), name(system.release()), name(system.machine())),
         "cores": std::thread::available_parallelism().map_or(1, usize::from),
@@ -115,6 +119,9 @@ pub(crate) fn run(as_json: bool) -> Result<()> {
         for (name, fact) in facts[kind].as_object().into_iter().flatten() {
             let mark = if fact["available"] == json!(true) { "yes" } else { "no" };
             say(format!("  {name:<18} {mark:<4} {}", plain(&fact["reason"])))?;
+            for nic in fact["nics"].as_array().into_iter().flatten() {
+                say(format!("  {:<23} NIC {}", "", plain(nic)))?;
+            }
         }
     }
     say("\nmachine")?;
@@ -133,7 +140,7 @@ pub(crate) fn run(as_json: bool) -> Result<()> {
             Value::Null => format!("not set: {}", plain(&fact["default"])),
             value => plain(value),
         };
-        say(format!("  {name:<18} {value}"))?;
+        say(format!("  {name:<22} {value}"))?;
     }
     Ok(())
 }
@@ -147,6 +154,10 @@ mod tests {
         let facts = facts()?;
         assert_eq!(facts["version"], env!("CARGO_PKG_VERSION"));
         assert_eq!(facts["backends"]["host"]["available"], json!(true));
+        let fabric = &facts["transports"]["fabric"];
+        assert_eq!(fabric["available"] == json!(true), !plain(&fabric["nics"]).is_empty(), "{fabric}");
+        assert!(fabric["reason"].as_str().is_some_and(|reason| reason.contains("libfabric")), "{fabric}");
+        assert!(facts["settings"]["EP_FABRIC_PROVIDER"].is_object());
         assert!(facts["cores"].as_u64().is_some_and(|cores| cores > 0));
         Ok(())
     }

@@ -34,6 +34,7 @@ fn main() {
         Command::Demo(args) => demo::run(&args),
         Command::Info(args) => info::run(args.json),
         Command::Rank => rank::serve(),
+        Command::Fabric => bench::fabric::serve(),
     };
     if let Err(error) = result {
         if output::reader_left(&error) {

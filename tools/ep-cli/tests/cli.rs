@@ -186,3 +186,30 @@ fn slow_the_mpi_peer_has_the_same_results_and_a_ratio() {
         }
     }
 }
+
+#[test]
+fn the_raw_path_is_measured_beside_libfabric_alone() {
+    let needed = fails("bench fabric --provider nonsense");
+    if needed.contains("no libfabric on this machine") {
+        assert!(std::env::var_os("CI").is_none(), "promised in CI, but could not run: {needed}");
+        return println!("skipped: {needed}");
+    }
+    assert!(needed.contains("EP_FABRIC_PROVIDER=nonsense is not there"), "{needed}");
+    assert!(fails("bench fabric --addresses 192.0.2.77").contains("192.0.2.77"));
+    assert!(fails("bench fabric --sizes 64M").contains("16M"));
+
+    let lines = json_lines(&succeeds("bench fabric --quick --peer raw --nics 1,2 --json"));
+    assert_eq!(lines.len(), 2 * 3);
+    for line in &lines {
+        assert_eq!((&line["op"], &line["verified"]), (&"fabric".into(), &true.into()), "{line}");
+        for field in ["us", "mcmds", "peer_us", "ratio"] {
+            assert!(line[field].as_f64() > Some(0.0), "{field} in {line}");
+        }
+    }
+    assert_eq!((&lines[5]["nics"], &lines[5]["bytes"]), (&2.into(), &65536.into()));
+    let text = succeeds("bench fabric --sizes 8,1K --rounds 2 --round-ms 5");
+    assert!(
+        text.contains("M/s") && text.lines().filter(|line| line.contains("16     1")).count() == 2,
+        "{text}"
+    );
+}

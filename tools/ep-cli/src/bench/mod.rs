@@ -5,13 +5,16 @@
 //! | [`sweep`], [`shape`], [`routing`] | what is measured |
 //! | [`mod@measure`], [`stats`] | the parent: rounds, times, percentiles |
 //! | [`rank`], [`limit`], [`verify`] | the ranks: calls, copies to compare with, the check of results |
-//! | [`mpi`] | the MPI peer |
+//! | [`mpi`], [`compile`] | the MPI peer; programs in C |
+//! | [`fabric`] | the raw path of the network, beside libfabric alone |
 //! | [`report`], [`plot`] | JSON, the table, the chart |
 
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+pub(crate) mod compile;
+pub(crate) mod fabric;
 pub(crate) mod limit;
 pub(crate) mod measure;
 pub(crate) mod mpi;
@@ -26,7 +29,7 @@ pub(crate) mod verify;
 
 pub(crate) use rank::BenchRank;
 
-use crate::cli::{BenchArgs, PeerKind};
+use crate::cli::{BenchArgs, BenchPart, PeerKind};
 use crate::output::say;
 use crate::progress::Progress;
 use measure::{Effort, measure};
@@ -40,6 +43,9 @@ const QUICK_TIME: Duration = Duration::from_millis(100);
 /// # Errors
 /// If arguments contradict each other, a rank fails, or a result is wrong.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
+    if let Some(BenchPart::Fabric(args)) = &args.part {
+        return fabric::run(args);
+    }
     let shapes = if args.quick { sweep::quick(args)? } else { sweep::shapes(args)? };
     let effort = Effort {
         min_calls: args.iters,
