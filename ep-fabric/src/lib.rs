@@ -8,19 +8,20 @@
 //! | `fabric`, `endpoint`, `cq`, `av`, `mr` | one owner per object of libfabric; each holds what it stands on |
 //! | `options` | what an EFA endpoint is told and asked |
 //! | `peers`, `slots` | ids of peers, contexts of writes in flight |
-//! | `fault`, [`budget`] | what errors mean; room in the completion queue |
+//! | `fault` | what errors mean |
 //! | [`nic`], `self_test` | the transport, and its proof at start |
+//! | [`network`] | the NICs and their proxy, as groups see them |
 //!
 //! Nothing here is linked against libfabric: a machine without it gets an error that says so.
 
 mod av;
-pub mod budget;
 mod cq;
 mod endpoint;
 mod fabric;
 mod fault;
 mod info;
 mod mr;
+pub mod network;
 pub mod nic;
 mod options;
 mod peers;
@@ -33,6 +34,7 @@ pub mod sys;
 mod tests;
 
 pub use ep_core::net::transport;
+pub use network::FabricNetwork;
 pub use nic::Nic;
 pub use select::Selection;
 pub use settings::Settings;

@@ -69,7 +69,7 @@ pub unsafe extern "C" fn ep_group_create_versioned(
         let config = group_config(&unsafe { copy_struct(config, "config") }?);
         // SAFETY: by the header, the address of a bootstrap of `struct_size` bytes.
         let meeting = unsafe { Meeting::copy(bootstrap) }?;
-        let backend = network::add(backend::choose(config.backend)?);
+        let backend = network::add(backend::choose(config.backend)?, config.transport);
         let deadline = meeting.deadline();
         let group = Group::create_on(backend, &config, meeting.connect()?, deadline)?;
         let shared = Arc::new(SharedGroup { group, destroyed: AtomicBool::new(false) });

@@ -27,6 +27,8 @@ mod strides;
 mod trace;
 mod world;
 
+use std::path::Path;
+
 use cell::processes::{Meeting, On, Processes, worker};
 use cell::run_all;
 use cell::threads::{HostNodes, HostThreads};
@@ -121,7 +123,7 @@ fn processes_that_meet_through_a_file() {
     all.extend(jobs(Kind::Groups, 8));
     all.extend(jobs(Kind::Lanes, 12));
     all.extend(jobs(Kind::Large, 2));
-    run_all(&Processes { meeting: Meeting::File, on: On::Host }, &all);
+    run_all(&Processes { meeting: Meeting::File, on: On::Host, libfabric: None }, &all);
 }
 
 #[test]
@@ -129,7 +131,7 @@ fn processes_that_meet_through_an_id() {
     let mut all = jobs(Kind::Payload, 12);
     all.extend(jobs(Kind::Groups, 4));
     all.extend(jobs(Kind::Trace, 3));
-    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Host }, &all);
+    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Host, libfabric: None }, &all);
 }
 
 #[test]
@@ -171,12 +173,44 @@ fn networked_recorded_routing() {
     run_all(&HostNodes::new(7), &networked_jobs(Kind::Trace, job::TRACE_TURNS));
 }
 
+#[test]
+fn networked_processes_over_the_loaders_libfabric() {
+    if let Err(missing) = ep_fabric::Library::open() {
+        return skip(&missing.message);
+    }
+    run_over(String::new());
+}
+
+#[test]
+fn networked_processes_over_a_newer_libfabric() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("build/fabric/libfabric.so.1");
+    if !path.exists() {
+        return skip("run scripts/fabric.sh");
+    }
+    run_over(path.to_string_lossy().into_owned());
+}
+
+fn skip(why: &str) {
+    assert!(std::env::var_os("CI").is_none(), "promised in CI, but could not run: {why}");
+    println!("skipped: {why}");
+}
+
+/// Runs jobs between nodes over libfabric on this machine.
+fn run_over(libfabric: String) {
+    let mut all = networked_jobs(Kind::Random, 40);
+    all.extend(networked_jobs(Kind::Order, 9));
+    all.extend(networked_jobs(Kind::Large, 2));
+    all.extend(networked_jobs(Kind::Lanes, 6));
+    all.extend(networked_jobs(Kind::Groups, 4));
+    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Host, libfabric: Some(libfabric) }, &all);
+}
+
 /// Runs jobs on CUDA.
 fn run_on_cuda(jobs: Vec<JobId>) {
     if let Some(why) = Cuda::missing() {
         panic!("this test needs a GPU: {why}");
     }
-    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Cuda }, &Cuda::able(jobs));
+    run_all(&Processes { meeting: Meeting::UniqueId, on: On::Cuda, libfabric: None }, &Cuda::able(jobs));
 }
 
 #[test]

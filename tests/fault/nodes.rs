@@ -291,8 +291,8 @@ fn tokens_to_nodes(shape: &Shape, seed: u64, rank: usize, node_ids: &[u32]) -> V
     nodes.iter().filter(|&&node| node != node_ids[rank]).map(count).collect()
 }
 
-/// Rows cross once per node: the bytes of a dispatch are within 3 % of the rows that must cross, and the messages are as
-/// many as the formula says. So are those of a combine in `node_rank` order: a partial sum for each row.
+/// Rows cross once per node: the bytes of a dispatch are within 3 % of the rows that must cross, and the messages are
+/// as many as the formula says. So are those of a combine in `node_rank` order: a partial sum for each row.
 #[test]
 fn bytes_and_messages_between_nodes_are_those_of_the_formula() {
     let _watchdog = Watchdog::new("bytes between nodes", LONG);

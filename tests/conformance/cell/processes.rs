@@ -31,6 +31,8 @@ pub enum Meeting {
 pub struct Processes {
     pub meeting: Meeting,
     pub on: On,
+    /// The libfabric to use between nodes, empty for the loader's; None where there are none.
+    pub libfabric: Option<String>,
 }
 
 /// The backend of the processes.
@@ -54,7 +56,8 @@ const PATIENCE: Duration = Duration::from_secs(180);
 impl Cell for Processes {
     fn name(&self) -> String {
         let backend = if self.on == On::Cuda { "cuda" } else { "host" };
-        format!("{backend}-processes ({:?})", self.meeting)
+        let network = self.libfabric.as_ref().map_or(String::new(), |path| format!(", libfabric {path:?}"));
+        format!("{backend}-processes ({:?}{network})", self.meeting)
     }
 
     fn run(&self, world: &World, jobs: &[JobId]) -> Outcome {
@@ -67,7 +70,7 @@ impl Cell for Processes {
             world.groups.iter().enumerate().map(|(group, _)| self.meeting(&folder, group)).collect();
         let jobs: Vec<String> = jobs.iter().map(JobId::to_string).collect();
         let children: Vec<Child> =
-            (0..world.num_ranks).map(|rank| start(rank, &jobs, &meeting, &folder, self.on)).collect();
+            (0..world.num_ranks).map(|rank| self.start(rank, &jobs, &meeting, &folder)).collect();
         let deadline = Instant::now() + PATIENCE;
         let mut outcome = Outcome::default();
         for (rank, mut child) in children.into_iter().enumerate() {
@@ -100,26 +103,31 @@ impl Processes {
             }
         }
     }
+
+    fn start(&self, rank: usize, jobs: &[String], meeting: &[String], folder: &Path) -> Child {
+        let output = std::fs::File::create(output_path(folder, rank)).expect("a file for the output");
+        let errors = output.try_clone().expect("a second descriptor");
+        let mut command = Command::new(std::env::current_exe().expect("the path of this binary"));
+        command
+            .args(["worker_of_the_process_cell", "--exact", "--nocapture", "--test-threads=1"])
+            .env(RANK, rank.to_string())
+            .env(JOBS, jobs.join(","))
+            .env(MEETING, meeting.join(","))
+            .env(ON_CUDA, if self.on == On::Cuda { "1" } else { "0" });
+        if let Some(path) = &self.libfabric {
+            // Two NICs, so that large messages are cut; and room for worlds of many lanes and wide windows.
+            command
+                .env("EP_LIBFABRIC", path)
+                .env("EP_FABRIC_PROVIDER", "tcp")
+                .env("EP_FABRIC_NICS", "127.0.0.1,127.0.0.2")
+                .env("EP_FABRIC_CQ_DEPTH", "262144");
+        }
+        command.stdin(Stdio::null()).stdout(output).stderr(errors).spawn().expect("this binary starts")
+    }
 }
 
 fn output_path(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("output-{rank}"))
-}
-
-fn start(rank: usize, jobs: &[String], meeting: &[String], folder: &Path, on: On) -> Child {
-    let output = std::fs::File::create(output_path(folder, rank)).expect("a file for the output");
-    let errors = output.try_clone().expect("a second descriptor");
-    Command::new(std::env::current_exe().expect("the path of this binary"))
-        .args(["worker_of_the_process_cell", "--exact", "--nocapture", "--test-threads=1"])
-        .env(RANK, rank.to_string())
-        .env(JOBS, jobs.join(","))
-        .env(MEETING, meeting.join(","))
-        .env(ON_CUDA, if on == On::Cuda { "1" } else { "0" })
-        .stdin(Stdio::null())
-        .stdout(output)
-        .stderr(errors)
-        .spawn()
-        .expect("this binary starts")
 }
 
 /// How the child ended; kills it at the deadline.
