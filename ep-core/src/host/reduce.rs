@@ -254,8 +254,8 @@ unsafe fn reduce_block<E: Element, O: Element, const MIXED: bool, const N: usize
     for (i, bias) in bias.into_iter().filter(|bias| !bias.is_null()).enumerate() {
         // SAFETY: by the caller's word.
         let row = unsafe { &*bias.add(col).cast::<[E; N]>() };
-        for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
-            *sum = if i == 0 { value } else { *sum + value };
+        for (sum, value) in sum.iter_mut().zip(row) {
+            *sum = if i == 0 { value.widen() } else { *sum + value.widen() };
         }
     }
     // SAFETY: by the caller's word.
@@ -269,7 +269,7 @@ unsafe fn reduce_block<E: Element, O: Element, const MIXED: bool, const N: usize
             Reduction::Ranks => add_partials::<E, MIXED, N>(&mut sum, terms, col, None),
             Reduction::Nodes { bf16 } => add_partials::<E, MIXED, N>(&mut sum, terms, col, Some(bf16)),
         }
-        O::narrow_all(&sum, &mut *out.add(col).cast::<[O; N]>());
+        O::store(&sum, &mut *out.add(col).cast::<[O; N]>());
     }
 }
 
@@ -288,9 +288,7 @@ unsafe fn add_term<E: Element, const MIXED: bool, const N: usize>(
             Values::Bf16 if MIXED => set_row::<Bf16, N>(sum, term, col),
             _ => {
                 let row = &*term.row.cast::<E>().add(col).cast::<[E; N]>();
-                for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
-                    *sum = value.mul_add(term.weight, *sum);
-                }
+                E::add_product(sum, row, term.weight);
             }
         }
     }
@@ -304,7 +302,9 @@ unsafe fn add_term<E: Element, const MIXED: bool, const N: usize>(
 unsafe fn set_row<E: Element, const N: usize>(sum: &mut [f32; N], term: &Term, col: usize) {
     // SAFETY: by the caller's word.
     let row = unsafe { &*term.row.cast::<E>().add(col).cast::<[E; N]>() };
-    *sum = E::widen_all(row);
+    for (sum, value) in sum.iter_mut().zip(row) {
+        *sum = value.widen();
+    }
 }
 
 /// Partial sums per rank, and per node if `node` says how to round those.
