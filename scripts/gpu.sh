@@ -5,6 +5,7 @@
 #   scripts/gpu.sh run              there, from the root of the same tree: check, then measure
 #   scripts/gpu.sh run ARG...       the same with arguments for gpu_check, see ep-cuda/examples/gpu_check
 #   scripts/gpu.sh conformance      there: tests/conformance on CUDA, through the C ABI
+#   scripts/gpu.sh tree             the hash of this tree, which results carry
 #   scripts/gpu.sh sanitize         there: the checks under compute-sanitizer
 #
 # EP_CUDA_ARCHS (build) is sm_90a unless set. `run` refuses programs that were built from another tree.
@@ -124,11 +125,13 @@ everything() {
     start_mps
     try ranks=4 sms=24
     try what=bench ranks=4 sms=12
+    try what=bench ranks=2 sms=12
     try what=bench ranks=8 sms=16
 }
 
 case ${1:-} in
 build) build ;;
+tree) tree_hash ;;
 run)
     shift
     if [ $# -gt 0 ]; then run only "$@"; else run everything; fi
@@ -136,7 +139,7 @@ run)
 conformance) run conform ;;
 sanitize) run sanitize ;;
 *)
-    say "usage: scripts/gpu.sh build | run [ARG...] | conformance | sanitize"
+    say "usage: scripts/gpu.sh build | tree | run [ARG...] | conformance | sanitize"
     exit 2
     ;;
 esac

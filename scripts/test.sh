@@ -69,7 +69,18 @@ step_kernels() {
     local missing
     missing=$(sed -n 's/^skipped: //p' "$out" | head -n 1)
     [ -z "$missing" ] || skip "$missing"
-    note "$(sed -n 's/^kernels: //p' "$out" | head -n 1)"
+    note "$(sed -n 's/^kernels: //p' "$out" | head -n 1); $(gpu_result)"
+}
+
+# What a GPU showed last, and whether that was this tree.
+gpu_result() {
+    local file=docs/perf/results/h200.txt seen now
+    seen=$(sed -n 's/^tree \([0-9a-f]*\): .*/\1/p' "$file" | tail -n 1) now=$(scripts/gpu.sh tree)
+    if [ "$seen" = "$now" ]; then
+        echo "seen on a GPU: this tree"
+    else
+        echo "NOT SEEN ON A GPU: $file is of tree ${seen:-none}, this is $now"
+    fi
 }
 
 # A slow test is named slow_* and is #[ignore]d, so that a plain `cargo test` stays quick.

@@ -254,8 +254,8 @@ pub struct DispatchArgs {
     pub capacity: u64,
     /// 4 or 8; 0: not wanted.
     pub out_idx_element: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
     /// `[capacity, topk]`.
     pub out_idx: u64,
     /// `[capacity, topk or 1]`.
@@ -306,6 +306,6 @@ pub struct CombineArgs {
     pub order: u32,
     /// Node partials are rounded to bf16.
     pub wire_bf16: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
 }

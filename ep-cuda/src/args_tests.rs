@@ -77,11 +77,12 @@ fn assertions() -> String {
         group plan topk_idx num_tokens num_chunks chunk_tokens sequence
     });
     layout!(unit, "ep_cuda_dispatch_args_t", DispatchArgs {
-        group plan num_payloads dtypes inputs outputs places topk_weights capacity out_idx_element out_idx
+        group plan num_payloads dtypes inputs outputs places topk_weights capacity out_idx_element shared_bytes out_idx
         out_weights src_rank src_token src_slot num_rows num_required num_dropped rows_per_expert expert_offsets
     });
     layout!(unit, "ep_cuda_combine_args_t", CombineArgs {
         group plan rows row_weights places topk_weights bias combined combined_weights dtype order wire_bf16
+        shared_bytes
     });
     launch_numbers(&mut unit);
     unit.0
@@ -94,10 +95,10 @@ fn launch_numbers(unit: &mut Unit) {
     unit.equal("EP_PLAN_THREADS", plan.block);
     unit.equal("EP_PLAN_SHARED_BYTES(260)", plan.shared);
     unit.equal("EP_PLAN_MAX_BINS", launch::PLAN_MAX_BINS);
-    let dispatch = launch::dispatch(24);
+    let dispatch = launch::dispatch(24, usize::MAX);
     unit.equal("EP_DISPATCH_THREADS", dispatch.block);
     unit.equal("EP_DISPATCH_SHARED_BYTES", dispatch.shared);
-    let combine = launch::combine(24, true);
+    let combine = launch::combine(24, true, usize::MAX);
     unit.equal("EP_COMBINE_THREADS", combine.block);
     unit.equal("EP_COMBINE_SHARED_BYTES", combine.shared);
 }

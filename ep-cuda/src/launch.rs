@@ -35,14 +35,15 @@ pub(crate) fn plan(kernel: Kernel, sms: usize, chunks: usize, bins: usize) -> Sh
     Shape { grid: sms.min(work), block: PLAN_THREADS, shared: PLAN_THREADS / 32 * bins * 4 }
 }
 
-/// Shape of the dispatch kernel.
-pub(crate) fn dispatch(sms: usize) -> Shape {
-    Shape { grid: sms, block: DISPATCH_THREADS, shared: DISPATCH_SHARED_BYTES }
+/// Shape of the dispatch kernel on a device whose blocks have `most` bytes of dynamic shared memory.
+pub(crate) fn dispatch(sms: usize, most: usize) -> Shape {
+    Shape { grid: sms, block: DISPATCH_THREADS, shared: DISPATCH_SHARED_BYTES.min(most) }
 }
 
-/// Shape of the combine kernel. `serves`: this rank's rows go through rings.
-pub(crate) fn combine(sms: usize, serves: bool) -> Shape {
-    Shape { grid: sms, block: COMBINE_THREADS, shared: if serves { COMBINE_SHARED_BYTES } else { 0 } }
+/// Shape of the combine kernel, likewise. `serves`: this rank's rows go through rings.
+pub(crate) fn combine(sms: usize, serves: bool, most: usize) -> Shape {
+    let shared = if serves { COMBINE_SHARED_BYTES.min(most) } else { 0 };
+    Shape { grid: sms, block: COMBINE_THREADS, shared }
 }
 
 /// Queues a kernel on a stream.

@@ -153,6 +153,11 @@ impl CudaPlan {
         check::tensor(self.context(), tensor, name)
     }
 
+    /// Dynamic shared memory that a block of the kernel may have here.
+    fn most_shared(&self, kernel: Kernel) -> Result<usize> {
+        Ok(self.shared.device.kernels.function(kernel)?.max_shared)
+    }
+
     /// Queues a kernel of a call that `start` began.
     ///
     /// # Safety
@@ -271,8 +276,9 @@ impl DevicePlan for CudaPlan {
         self.check_dispatch(call)?;
         // SAFETY: by the caller's word.
         let start = unsafe { self.shared.start(self.shape.lane, how) }?;
-        let args = self.dispatch_args(call, places, start.group);
-        let shape = launch::dispatch(start.num_sms);
+        let shape = launch::dispatch(start.num_sms, self.most_shared(Kernel::Dispatch)?);
+        let shared_bytes = shape.shared as u32;
+        let args = args::DispatchArgs { shared_bytes, ..self.dispatch_args(call, places, start.group) };
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
         unsafe { self.launch(Kernel::Dispatch, shape, &start, &args) }?;
         start.finish()
@@ -283,6 +289,9 @@ impl DevicePlan for CudaPlan {
         let places = one_way(call, places);
         // SAFETY: by the caller's word.
         let start = unsafe { self.shared.start(self.shape.lane, how) }?;
+        let serves = self.serves(call, &places, start.group.ring_bytes)?;
+        let kernel = combine_kernel(&self.shape, call);
+        let shape = launch::combine(start.num_sms, serves, self.most_shared(kernel)?);
         let args = args::CombineArgs {
             group: start.group,
             plan: self.args,
@@ -296,11 +305,8 @@ impl DevicePlan for CudaPlan {
             dtype: call.rows.dtype as u32,
             order: call.order as u32,
             wire_bf16: u32::from(call.wire_bf16),
-            reserved: 0,
+            shared_bytes: shape.shared as u32,
         };
-        let serves = self.serves(call, &places, start.group.ring_bytes)?;
-        let shape = launch::combine(start.num_sms, serves);
-        let kernel = combine_kernel(&self.shape, call);
         // SAFETY: the context is current, the stream checked, and the tensors' memory vouched for.
         unsafe { self.launch(kernel, shape, &start, &args) }?;
         start.finish()

@@ -10,18 +10,21 @@ pub(super) trait Element: Copy {
     /// To nearest even; NaN has one pattern.
     fn narrow(value: f32) -> Self;
 
-    /// Widens a block.
+    /// Adds `row` times `weight` to `sum`. Here and below one loop over single elements, which the compiler
+    /// makes vectors of and keeps in registers; an array of widened values in between would go to memory.
     #[inline(always)]
-    fn widen_all<const N: usize>(block: &[Self; N]) -> [f32; N] {
-        let mut wide = [0.0; N];
-        wide.iter_mut().zip(block).for_each(|(wide, value)| *wide = value.widen());
-        wide
+    fn add_product<const N: usize>(sum: &mut [f32; N], row: &[Self; N], weight: f32) {
+        for (sum, value) in sum.iter_mut().zip(row) {
+            *sum = value.widen().mul_add(weight, *sum);
+        }
     }
 
-    /// Narrows a block.
+    /// Stores `sum`, rounded.
     #[inline(always)]
-    fn narrow_all<const N: usize>(block: &[f32; N], out: &mut [Self; N]) {
-        out.iter_mut().zip(block).for_each(|(out, value)| *out = Self::narrow(*value));
+    fn store<const N: usize>(sum: &[f32; N], row: &mut [Self; N]) {
+        for (out, sum) in row.iter_mut().zip(sum) {
+            *out = Self::narrow(*sum);
+        }
     }
 }
 
@@ -93,39 +96,50 @@ impl Element for F16c {
     }
 
     #[inline(always)]
-    fn widen_all<const N: usize>(block: &[F16c; N]) -> [f32; N] {
-        use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
-        let mut wide = [0.0; N];
-        let (to, from) = (wide.chunks_exact_mut(8), block.chunks_exact(8));
-        for (to, from) in to.zip(from) {
-            // SAFETY: both hold 8 elements, and the kernel was chosen because the processor has F16C.
+    fn add_product<const N: usize>(sum: &mut [f32; N], row: &[F16c; N], weight: f32) {
+        use std::arch::x86_64::{
+            _mm_loadu_si128, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps,
+            _mm256_storeu_ps,
+        };
+        let (sums, last_sums) = sum.as_chunks_mut::<8>();
+        let (values, last_values) = row.as_chunks::<8>();
+        for (sum, value) in sums.iter_mut().zip(values) {
+            // SAFETY: both hold 8 elements, and the kernel was chosen because the processor has F16C and FMA.
             unsafe {
-                _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())))
-            };
+                let value = _mm256_cvtph_ps(_mm_loadu_si128(value.as_ptr().cast()));
+                let added = _mm256_fmadd_ps(value, _mm256_set1_ps(weight), _mm256_loadu_ps(sum.as_ptr()));
+                _mm256_storeu_ps(sum.as_mut_ptr(), added);
+            }
         }
-        let whole = N / 8 * 8;
-        wide[whole..].iter_mut().zip(&block[whole..]).for_each(|(wide, value)| *wide = value.widen());
-        wide
+        for (sum, value) in last_sums.iter_mut().zip(last_values) {
+            *sum = value.widen().mul_add(weight, *sum);
+        }
     }
 
     #[inline(always)]
-    fn narrow_all<const N: usize>(block: &[f32; N], out: &mut [F16c; N]) {
+    fn store<const N: usize>(sum: &[f32; N], row: &mut [F16c; N]) {
         use std::arch::x86_64::{
             _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps,
             _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_set1_ps,
         };
-        for (to, from) in out.chunks_exact_mut(8).zip(block.chunks_exact(8)) {
-            // SAFETY: as in `widen_all`.
+        let (sums, last_sums) = sum.as_chunks::<8>();
+        let (outs, last_outs) = row.as_chunks_mut::<8>();
+        for (sum, out) in sums.iter().zip(outs) {
+            // SAFETY: as in `add_product`.
             unsafe {
-                let value = _mm256_loadu_ps(from.as_ptr());
+                let value = _mm256_loadu_ps(sum.as_ptr());
                 let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(value, value);
                 // The conversion keeps the upper bits of a NaN: of this one they are the NaN of results.
                 let value = _mm256_blendv_ps(value, _mm256_set1_ps(f32::from_bits(NAN_BITS)), nan);
-                _mm_storeu_si128(to.as_mut_ptr().cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(value));
+                _mm_storeu_si128(
+                    out.as_mut_ptr().cast(),
+                    _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(value),
+                );
             }
         }
-        let whole = N / 8 * 8;
-        out[whole..].iter_mut().zip(&block[whole..]).for_each(|(out, value)| *out = F16c::narrow(*value));
+        for (sum, out) in last_sums.iter().zip(last_outs) {
+            *out = F16c::narrow(*sum);
+        }
     }
 }
 

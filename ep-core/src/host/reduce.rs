@@ -179,8 +179,8 @@ unsafe fn reduce_block<E: Element, const N: usize>(
     for (i, bias) in bias.into_iter().filter(|bias| !bias.is_null()).enumerate() {
         // SAFETY: by the caller's word.
         let row = unsafe { &*bias.add(col).cast::<[E; N]>() };
-        for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
-            *sum = if i == 0 { value } else { *sum + value };
+        for (sum, value) in sum.iter_mut().zip(row) {
+            *sum = if i == 0 { value.widen() } else { *sum + value.widen() };
         }
     }
     // SAFETY: by the caller's word.
@@ -195,7 +195,7 @@ unsafe fn reduce_block<E: Element, const N: usize>(
             Reduction::Nodes { bf16 } => add_partials::<E, N>(&mut sum, terms, col, Some(bf16)),
         }
         let row = &mut *out.add(col).cast::<[E; N]>();
-        E::narrow_all(&sum, row);
+        E::store(&sum, row);
     }
 }
 
@@ -205,9 +205,7 @@ unsafe fn reduce_block<E: Element, const N: usize>(
 unsafe fn add_term<E: Element, const N: usize>(sum: &mut [f32; N], term: &Term, col: usize) {
     // SAFETY: by the caller's word.
     let row = unsafe { &*term.row.cast::<E>().add(col).cast::<[E; N]>() };
-    for (sum, value) in sum.iter_mut().zip(E::widen_all(row)) {
-        *sum = value.mul_add(term.weight, *sum);
-    }
+    E::add_product(sum, row, term.weight);
 }
 
 /// Partial sums per rank, and per node if `node` says how to round those.

@@ -1,7 +1,7 @@
 //! Measures calls by events on the stream: the mean of many back to back, and the median of single ones, on
 //! the slowest rank.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use ep_core::config::{
@@ -68,7 +68,8 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
         bytes: COPY_BYTES as f64,
         outcome: Ok(copy),
     }];
-    for kind in Kind::ALL {
+    let pair = rank.num_ranks == 2;
+    for kind in Kind::ALL.into_iter().filter(|kind| !kind.away || pair) {
         let work = Workload::new(rank, options, kind)?;
         let bytes = average(rank, (work.rows * work.row_bytes) as f64)?;
         let mut measure = |name: &str, steps: &[Step]| {
@@ -78,7 +79,7 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
             let outcome = time(rank, &work, steps);
             rows.push(Row { name: format!("{name} {}", kind.name()), bytes, outcome });
         };
-        if kind == Kind::ALL[0] {
+        if kind == Kind::PLAIN {
             measure("plan update,", &[Step::Update]);
         }
         measure("dispatch", &[Step::Dispatch]);
@@ -87,6 +88,14 @@ fn measure(rank: &mut Rank, options: &Options) -> Result<Vec<Row>> {
         }
         if !kind.window {
             measure("update + dispatch", &[Step::Update, Step::Dispatch]);
+        }
+        if kind == Kind::PLAIN && "update to counts".starts_with(&options.only) {
+            let outcome = time_counts(rank, &work);
+            rows.push(Row {
+                name: String::from("update to counts on the host, its clock"),
+                bytes: 0.0,
+                outcome,
+            });
         }
         if rank.cuda.group.health(&mut []).is_some() {
             break;
@@ -102,22 +111,27 @@ struct Kind {
     window: bool,
     /// Ids and weights of each row are wanted, outside the window.
     origins: bool,
+    /// Two ranks send every token to each other.
+    away: bool,
 }
 
 impl Kind {
-    const ALL: [Kind; 6] = [
-        Kind { fp8: false, window: true, origins: false },
-        Kind { fp8: true, window: true, origins: false },
-        Kind { fp8: false, window: true, origins: true },
-        Kind { fp8: false, window: false, origins: false },
-        Kind { fp8: true, window: false, origins: false },
-        Kind { fp8: false, window: false, origins: true },
+    const PLAIN: Kind = Kind { fp8: false, window: true, origins: false, away: false };
+    const ALL: [Kind; 7] = [
+        Kind::PLAIN,
+        Kind { fp8: true, ..Kind::PLAIN },
+        Kind { origins: true, ..Kind::PLAIN },
+        Kind { window: false, ..Kind::PLAIN },
+        Kind { window: false, fp8: true, ..Kind::PLAIN },
+        Kind { window: false, origins: true, ..Kind::PLAIN },
+        Kind { away: true, ..Kind::PLAIN },
     ];
 
     fn name(self) -> String {
         let what = if self.fp8 { "fp8 + scales" } else { "bf16" };
         let place = if self.window { "window" } else { "ordinary memory" };
-        format!("{what}, {place}{}", if self.origins { ", ids and weights" } else { "" })
+        let origins = if self.origins { ", ids and weights" } else { "" };
+        format!("{what}, {place}{origins}{}", if self.away { ", all to the other rank" } else { "" })
     }
 }
 
@@ -130,15 +144,17 @@ enum Step {
 
 impl Workload {
     fn new(rank: &mut Rank, options: &Options, kind: Kind) -> Result<Workload> {
-        let Kind { fp8, window, origins } = kind;
-        let Options { tokens, hidden, topk, experts, seed, .. } = *options;
+        let Kind { fp8, window, origins, away } = kind;
+        let Options { tokens, hidden, seed, .. } = *options;
+        // Everything to the other rank: one expert each, and each token to that of the other.
+        let (topk, experts) = if away { (1, 2) } else { (options.topk, options.experts) };
         let case = Case::large(seed + 1, rank.num_ranks, tokens, hidden, topk, experts);
         let side = &mut rank.cuda;
         side.arena.reset_window();
         // SAFETY: the plan has memory of its own.
         let plan = unsafe { Plan::create(&side.group, &case.plan(0), None) }?;
         let call = CallOptions { num_sms: options.sms, ..CallOptions::default() };
-        let ids = case.ids(rank.rank);
+        let ids = if away { vec![1 - rank.rank as i64; tokens] } else { case.ids(rank.rank) };
         let mut blocks = vec![side.arena.holding(bytemuck::cast_slice(&ids), false)?];
         let idx = RawTensor::contiguous(blocks[0].address, Dtype::I64, tokens, topk);
         // SAFETY: the ids live as long as the workload.
@@ -236,6 +252,21 @@ fn time(rank: &mut Rank, work: &Workload, steps: &[Step]) -> Result<Times> {
     if let Some(error) = rank.cuda.group.health(&mut []) {
         return Err(Error::new(error.status, error.text));
     }
+    Ok(Times { mean, single: [single[0], single[single.len() / 2], single[single.len() - 1]] })
+}
+
+/// Microseconds of the host's clock from an update's call to its counts.
+fn time_counts(rank: &mut Rank, work: &Workload) -> Result<Times> {
+    let mut single = Vec::with_capacity(2 * SINGLE);
+    for _ in 0..2 * SINGLE {
+        rank.gather(&[])?;
+        let started = Instant::now();
+        let counted = work.queue(rank, Step::Update).and_then(|()| work.plan.counts(Some(PATIENCE)));
+        let took = started.elapsed().as_secs_f64() * 1e6;
+        single.push(slowest(rank, counted.map(|_| took))?);
+    }
+    let mean = single.iter().sum::<f64>() / single.len() as f64;
+    single.sort_by(f64::total_cmp);
     Ok(Times { mean, single: [single[0], single[single.len() / 2], single[single.len() - 1]] })
 }
 

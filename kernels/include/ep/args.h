@@ -165,7 +165,7 @@ typedef struct ep_cuda_dispatch_args {
     ep_cuda_matrix_t topk_weights;                  /* [tokens, topk] fp32 */
     uint64_t capacity;
     uint32_t out_idx_element; /* 4 or 8; 0: not wanted */
-    uint32_t reserved;
+    uint32_t shared_bytes;    /* dynamic shared memory of a block */
     uint64_t out_idx;     /* [capacity, topk] */
     uint64_t out_weights; /* [capacity, topk or 1] */
     uint64_t src_rank;    /* [capacity] each, or 0 */
@@ -192,7 +192,7 @@ typedef struct ep_cuda_combine_args {
     uint32_t dtype; /* EP_DTYPE_ of ep.h */
     uint32_t order; /* EP_REDUCE_ of ep.h */
     uint32_t wire_bf16;
-    uint32_t reserved;
+    uint32_t shared_bytes; /* dynamic shared memory of a block */
 } ep_cuda_combine_args_t;
 
 EP_WIRE_ASSERT(sizeof(ep_cuda_lane_t) == 384);

@@ -69,7 +69,7 @@ __device__ inline void plan_rings(const ep_cuda_combine_args_t &args, const Plan
         shared.num_servers = 0;
         if (args.rows.data != 0 && args.places[0].window == 0 && args.rows.rows != 0 && args.group.num_ranks > 1) {
             bool bulk = __CUDA_ARCH__ >= 900 && (args.rows.data | args.rows.row_pitch | row) % 16 == 0;
-            uint32_t fit = EP_COMBINE_SHARED_BYTES / (EP_COMBINE_STAGES * round_up(row, 128));
+            uint32_t fit = args.shared_bytes / (EP_COMBINE_STAGES * round_up(row, 128));
             shared.stage_bytes = bulk && fit != 0 ? row : 0;
             shared.num_servers = shared.stage_bytes != 0 ? min(fit, uint32_t(EP_COMBINE_SERVERS)) : EP_COMBINE_SERVERS;
         }

@@ -189,12 +189,12 @@ __device__ inline void plan_stages(const ep_cuda_dispatch_args_t &args, Dispatch
 {
     uint32_t offset = 0;
     // Two warps at least must have a stage, so that a block can send and receive.
-    constexpr uint32_t kMostBytes = EP_DISPATCH_SHARED_BYTES / 2 / 128 * 128;
+    uint32_t most_bytes = args.shared_bytes / 2 / 128 * 128;
     for (uint32_t i = 0; i < args.num_payloads; ++i) {
         const ep_cuda_matrix_t &in = args.inputs[i];
         uint64_t bytes = uint64_t(in.cols) * in.element;
         bool fits = bytes % 16 == 0 && bulk_aligned(in.data, in.row_pitch, in.col_pitch, in.element) &&
-                    offset + bytes <= kMostBytes;
+                    offset + bytes <= most_bytes;
         if ((shared.bulk >> i & 1u) != 0 && fits) {
             shared.stage_offset[i] = offset;
             offset += uint32_t(bytes);
@@ -204,7 +204,7 @@ __device__ inline void plan_stages(const ep_cuda_dispatch_args_t &args, Dispatch
     }
     shared.stage_bytes = offset;
     shared.stage_pitch = round_up(max(offset, 128u), 128);
-    uint32_t stages = EP_DISPATCH_SHARED_BYTES / shared.stage_pitch;
+    uint32_t stages = args.shared_bytes / shared.stage_pitch;
     shared.active_warps = min(stages, uint32_t(EP_DISPATCH_WARPS));
     shared.num_stages = min(stages / shared.active_warps, uint32_t(EP_DISPATCH_MAX_STAGES));
 }

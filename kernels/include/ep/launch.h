@@ -13,7 +13,7 @@ enum {
     EP_DISPATCH_THREADS = 32 * EP_DISPATCH_WARPS,
     EP_DISPATCH_MAX_STAGES = 3, /* rows that a warp has in shared memory at a time */
     EP_COMBINE_THREADS = 512,
-    /* Dynamic shared memory. The plan's depends on its bins, one per expert and rank. */
+    /* The most dynamic shared memory; a device with less gives what it has. The plan's depends on its bins. */
     EP_DISPATCH_SHARED_BYTES = 215 * 1024, /* 15 rows of 7168 bf16 */
     EP_COMBINE_SERVERS = 5,       /* warps of a block that put this rank's rows into rings, if they must */
     EP_COMBINE_STAGES = 2,        /* rows that each of them has in shared memory */
