@@ -14,7 +14,7 @@ use ep_fabric::{Library, Nic, Selection, Settings};
 use crate::cell::RANK;
 
 /// No step of a scene may take longer.
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(60);
 /// What memory holds before anything is written.
 pub(crate) const POISON: u8 = 0xcd;
 

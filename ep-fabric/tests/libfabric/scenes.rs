@@ -149,7 +149,7 @@ fn sleep() {
                     naps += 1;
                     assert!(nap(&rank), "nothing woke the sleeper in round {round}");
                 }
-                assert!(started.elapsed() < Duration::from_secs(10), "round {round}: {naps} naps");
+                assert!(started.elapsed() < Duration::from_secs(60), "round {round}: {naps} naps");
             }
             assert!((1..50).contains(&naps), "{naps} naps for one arrival");
         }
@@ -157,13 +157,13 @@ fn sleep() {
     rank.barrier();
 }
 
-/// Sleeps on the NIC's descriptor; false if nothing came for 5 s.
+/// Sleeps on the NIC's descriptor; false if nothing came for 20 s.
 fn nap(rank: &Rank) -> bool {
     let fd = rank.nic.wait_fd().expect("asked before");
     let mut poll =
         libc::pollfd { fd: std::os::fd::AsRawFd::as_raw_fd(&fd), events: libc::POLLIN, revents: 0 };
     // SAFETY: one element, as it is told.
-    (unsafe { libc::poll(&mut poll, 1, 5000) }) == 1
+    (unsafe { libc::poll(&mut poll, 1, 20_000) }) == 1
 }
 
 #[test]
