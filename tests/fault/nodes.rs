@@ -373,8 +373,8 @@ fn slow_1024_ranks_in_128_nodes_dispatch_and_combine() {
     let num_ranks: usize =
         std::env::var("EP_TEST_RANKS").map_or(1024, |text| text.parse().expect("a number"));
     let node_ids: Vec<u32> = (0..num_ranks as u32).map(|rank| 1 + rank / 8).collect();
-    // A proxy has numbers for 8191 links, of which a rank here has 127.
-    let mut nodes = Nodes::with_proxies(&node_ids, 1, 4 * LONG, num_ranks / 64);
+    // A proxy has numbers for 8191 links, of which a rank here has 127; half of them are enough.
+    let mut nodes = Nodes::with_proxies(&node_ids, 1, 4 * LONG, num_ranks / 32);
     nodes.patience = 6 * LONG;
     nodes.config = GroupConfig {
         num_lanes: 1,
