@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use super::ask::record_bytes;
 use super::combine::Combine;
 use super::copy::copy_bytes;
-use super::exchange::Exchange;
-use super::pieces::{Pieces, direct_weights, slot_of_weight};
+use super::exchange::{Exchange, Missing};
+use super::pieces::{Pieces, direct_weights, missing_pieces, slot_of_weight};
 use super::reduce::{Close, Reduction, Term, Values, reduce_partial};
 use super::response::{Form, Mask, set};
 use super::scratch::{Fetching, Piecing};
@@ -121,6 +121,11 @@ impl<'a> Gatherer<'a> {
         }
         pieces_of(holders, self.piecing, (0, 0)).publish_tails(exchange, rings);
         Ok(progress)
+    }
+
+    /// The ranks of this node whose rows, for the token in progress, are not in their rings.
+    pub(super) fn missing_pieces(&self, exchange: &Exchange<'_>, holders: &[Fetching]) -> Missing {
+        missing_pieces(exchange, self.opened, holders, self.piecing)
     }
 
     /// Finds new questions. Those of calls that failed are answered with nothing.
