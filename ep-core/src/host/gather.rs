@@ -147,6 +147,10 @@ impl<'a> Gatherer<'a> {
                 state.answered += 1;
                 progress = true;
             }
+            if state.answered < state.requests_first {
+                // An old question has not landed yet; to answer a new one first would pass it over for ever.
+                continue;
+            }
             while let Some(message) = net.port.landed(source.link, requests, state.accepted) {
                 // SAFETY: a landed slot begins with a header, and stays until its question is answered.
                 let head = unsafe { message.cast::<Chunk>().read() };
