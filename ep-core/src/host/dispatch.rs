@@ -1,13 +1,12 @@
 //! `ep_dispatch`: one loop that sends to whoever gave credit and takes what arrives, until both are done.
 
-use super::between::{BetweenState, Told};
+use super::between::Told;
 use super::call::DispatchCall;
-use super::exchange::{Exchange, Missing};
+use super::exchange::Exchange;
 use super::forward::{Forwarder, missing_rows_of_sources};
 use super::item::Tally;
 use super::pack::{Packing, all_packed, meta_bytes, missing_room_in_cells, pack};
 use super::receive::Receiver;
-use super::scratch::{Receiving, Sending};
 use super::scratch_between::SourceState;
 use super::send::Sender;
 use crate::config::{Layout, PeerStats};
@@ -91,8 +90,19 @@ pub(crate) fn dispatch(
             exchange.check_deadline("its rows")?;
             exchange.progressed();
         } else {
+            // First those whose credit is missing, then those whose rows are.
             exchange.wait(bell, |exchange| {
-                missing(exchange, &dispatch, between, sender.peers(), receiver.peers())
+                let (sending, receiving) = (sender.peers(), receiver.peers());
+                let own_rows =
+                    |place: usize| !sending[place].done && sending[place].next != sending[place].end;
+                exchange
+                    .missing_locals("the credit", |place| !sending[place].credited)
+                    .or_else(|| exchange.missing_remotes("the credit", between))
+                    .or_else(|| exchange.missing_locals("room in the ring", own_rows))
+                    .or_else(|| forwarder.missing_room(exchange))
+                    .or_else(|| missing_rows_of_sources(exchange, between))
+                    .or_else(|| missing_room_in_cells(exchange, &dispatch, between))
+                    .or_else(|| exchange.missing_locals("the rows", |place| !receiving[place].finished))
             })?;
         }
     }
@@ -102,24 +112,6 @@ pub(crate) fn dispatch(
     forwarder.count_stats();
     count_stats(&dispatch, lane);
     Ok(())
-}
-
-/// Whom the dispatch waits for: first those whose credit is missing, then those whose rows are.
-fn missing(
-    exchange: &Exchange<'_>,
-    dispatch: &Dispatch<'_>,
-    between: &BetweenState,
-    sending: &[Sending],
-    receiving: &[Receiving],
-) -> Missing {
-    let own_rows = |place: usize| !sending[place].done && sending[place].next != sending[place].end;
-    exchange
-        .missing_locals("the credit", |place| !sending[place].credited)
-        .or_else(|| exchange.missing_remotes("the credit", between))
-        .or_else(|| exchange.missing_locals("room in the ring", own_rows))
-        .or_else(|| missing_rows_of_sources(exchange, between))
-        .or_else(|| missing_room_in_cells(exchange, dispatch, between))
-        .or_else(|| exchange.missing_locals("the rows", |place| !receiving[place].finished))
 }
 
 /// This rank's descriptor: its signature, and where peers write.

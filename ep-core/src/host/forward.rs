@@ -93,6 +93,13 @@ impl<'a> Forwarder<'a> {
         Ok(progress)
     }
 
+    /// The rank of this node whose ring has no room for the message in progress.
+    pub(super) fn missing_room(&self, exchange: &Exchange<'_>) -> Missing {
+        let places = self.dispatch.group.topology.served_places();
+        let full = self.current.and_then(|current| places.into_iter().nth(current.place));
+        exchange.missing_locals("room in the ring for rows of another node", |place| full == Some(place))
+    }
+
     /// A message that has landed and was not taken yet. Sources take turns.
     fn find(
         &mut self,
