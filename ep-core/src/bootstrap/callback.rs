@@ -31,9 +31,10 @@ pub struct CallbackBootstrap {
 unsafe impl Send for CallbackBootstrap {}
 
 /// What the ranks tell each other first: a mark, so that a callback which gathers something else is
-/// noticed, and the length of the blob.
-const HEADER_BYTES: usize = 16;
-const MARK: [u8; 8] = *b"EPGATHR1";
+/// noticed, who they are, so that one which gathers in another order or one block twice is, and the length
+/// of the blob.
+const HEADER_BYTES: usize = 24;
+const MARK: [u8; 8] = *b"EPGATHR2";
 
 impl CallbackBootstrap {
     /// Wraps `callback`; `ctx` is passed to it unchanged.
@@ -82,19 +83,27 @@ impl CallbackBootstrap {
     fn gather_lengths(&self, mine: usize, deadline: Instant) -> Result<Vec<usize>> {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MARK);
-        header[8..].copy_from_slice(&(mine as u64).to_le_bytes());
+        header[8..16].copy_from_slice(&(self.rank as u64).to_le_bytes());
+        header[16..].copy_from_slice(&(mine as u64).to_le_bytes());
         let all = self.call(&header, "lengths", deadline)?;
         let mut lengths = Vec::with_capacity(self.num_ranks);
         for (rank, block) in all.chunks_exact(HEADER_BYTES).enumerate() {
-            let (mark, length) = block.split_at(8);
-            if mark != MARK || (rank == self.rank && block != header) {
+            let word = |at: usize| block[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+            let (from, length) = (word(8), word(16));
+            if block[..8] != MARK || (rank == self.rank && from == rank as u64 && block != header) {
                 return Err(failure(format!(
                     "the all-gather callback returned garbage for rank {rank} of {} on rank {}; recv must \
                      hold the ranks' blocks in rank order, and all ranks must run the same libep",
                     self.num_ranks, self.rank
                 )));
             }
-            let length = length.iter().rev().fold(0u64, |value, &byte| value << 8 | u64::from(byte));
+            if from != rank as u64 {
+                return Err(failure(format!(
+                    "the all-gather callback gave rank {} the block of rank {from} in the place of rank {rank}'s; \
+                     recv must hold the ranks' blocks in rank order, and every rank its own number",
+                    self.rank
+                )));
+            }
             match usize::try_from(length) {
                 Ok(bytes) if bytes <= MAX_BLOB_BYTES => lengths.push(bytes),
                 _ => return Err(failure(too_long(rank, length))),
@@ -172,6 +181,9 @@ mod tests {
         Nothing,
         Length(u64),
         SwapBlocks,
+        /// The others' blocks change places, or are this rank's own again.
+        SwapOthers,
+        OwnEverywhere,
     }
 
     struct Ctx {
@@ -201,8 +213,12 @@ mod tests {
         let all = inner.all_gather(send, Instant::now() + Duration::from_secs(20)).unwrap().concat();
         recv.copy_from_slice(&all);
         match ctx.fault {
-            Fault::Length(length) => recv[8..16].copy_from_slice(&length.to_le_bytes()),
+            Fault::Length(length) => recv[16..24].copy_from_slice(&length.to_le_bytes()),
             Fault::SwapBlocks => recv.rotate_left(bytes),
+            Fault::SwapOthers => recv[bytes..].rotate_left(bytes),
+            Fault::OwnEverywhere => {
+                recv.chunks_exact_mut(bytes).for_each(|block| block.copy_from_slice(send))
+            }
             _ => {}
         }
         0
@@ -283,6 +299,23 @@ mod tests {
         run(&[Fault::SwapBlocks, Fault::SwapBlocks], |bootstrap| {
             let mine = vec![9; bootstrap.rank() + 1];
             assert!(bootstrap.all_gather(&mine, far()).is_err());
+        });
+    }
+
+    #[test]
+    fn a_block_in_the_place_of_another_rank_is_named() {
+        let all = |fault| [fault; 3];
+        run(&all(Fault::SwapOthers), |bootstrap| {
+            let error = bootstrap.all_gather(b"equal", far()).unwrap_err();
+            assert_eq!(error.status, Status::Bootstrap);
+            assert!(error.message.contains("the block of rank 2 in the place of rank 1's"), "{error}");
+        });
+        run(&all(Fault::OwnEverywhere), |bootstrap| {
+            let rank = bootstrap.rank();
+            let other = usize::from(rank == 0);
+            let error = bootstrap.all_gather(b"equal", far()).unwrap_err();
+            let text = format!("gave rank {rank} the block of rank {rank} in the place of rank {other}'s");
+            assert!(error.message.contains(&text), "{error}");
         });
     }
 

@@ -20,6 +20,8 @@ pub(super) enum Event {
         remaining: Duration,
         blob: Vec<u8>,
     },
+    /// It does not know the secret, and was told so.
+    Stranger,
     /// A rank sent what no rank sends; the sentence names it.
     Garbage(String),
 }
@@ -209,7 +211,7 @@ impl Conn {
                 if !auth::verify(secret, Side::Rank, &transcript, proof) {
                     let verdict = verdict(wire::VERDICT_SECRET, &[0; auth::MAC_BYTES]);
                     self.finish(&verdict, self.expires.unwrap_or_else(Instant::now));
-                    return Ok(None);
+                    return Ok(Some(Event::Stranger));
                 }
                 let mac = auth::prove(secret, Side::Root, &transcript);
                 let join = Join::decode(join);

@@ -1,6 +1,6 @@
 //! What the root knows of its group, and what follows from each event. No I/O happens here.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use super::wire::{Frame, Join, Kind};
@@ -49,6 +49,9 @@ pub(super) struct Group {
     round: u64,
     blobs: Vec<Option<Vec<u8>>>,
     round_bytes: usize,
+    /// Connections that did not know the secret, and where the last one came from.
+    strangers: u64,
+    last_stranger: Option<IpAddr>,
 }
 
 impl Group {
@@ -62,6 +65,24 @@ impl Group {
             round: 0,
             blobs: Vec::new(),
             round_bytes: 0,
+            strangers: 0,
+            last_stranger: None,
+        }
+    }
+
+    /// A connection did not know the secret. Whatever it is, it changes nothing but the text of a timeout: a rank with
+    /// another secret is one that does not join.
+    pub(super) fn note_stranger(&mut self, from: Option<IpAddr>) {
+        self.strangers = self.strangers.saturating_add(1);
+        self.last_stranger = from;
+    }
+
+    fn strangers(&self) -> String {
+        let from = self.last_stranger.map_or(String::new(), |from| format!(", the last one from {from}"));
+        match self.strangers {
+            0 => String::new(),
+            1 => format!("; a connection with another secret was refused{from}"),
+            count => format!("; {count} connections with another secret were refused{from}"),
         }
     }
 
@@ -186,8 +207,9 @@ impl Group {
                     name_ranks(&self.ranks(|rank| self.members.get(rank) == Some(&Presence::Absent)));
                 self.fail(format!(
                     "{absent} of {num_ranks} did not join within {} (root {root}); check that they were started \
-                     with the same id",
-                    seconds(waited)
+                     with the same id{}",
+                    seconds(waited),
+                    self.strangers()
                 ))
             }
             Phase::Running => {
@@ -339,6 +361,30 @@ mod tests {
         assert!(!group.all_came());
         assert!(text(group.join(&as_rank(5, 8), now)).starts_with("ranks 2 and 5"));
         assert!(group.all_came());
+    }
+
+    #[test]
+    fn strangers_are_counted_in_the_text_of_a_timeout_and_change_nothing_else() {
+        let (mut group, now) = (group(), Instant::now());
+        group.join(&as_rank(0, 2), now);
+        group.note_stranger(Some([10, 0, 0, 7].into()));
+        let late = now + Duration::from_secs(31);
+        let mut once = group;
+        let sentence = text(once.tick(late));
+        assert!(sentence.starts_with("rank 1 of 2 did not join"), "{sentence}");
+        assert!(
+            sentence.ends_with("; a connection with another secret was refused, the last one from 10.0.0.7")
+        );
+
+        let mut twice = self::group();
+        twice.note_stranger(None);
+        twice.note_stranger(Some([10, 0, 0, 8].into()));
+        twice.join(&as_rank(0, 2), now);
+        assert_eq!(twice.join(&as_rank(1, 2), now), Step::Welcome);
+        let mut lonely = self::group();
+        (0..2).for_each(|_| lonely.note_stranger(None));
+        lonely.join(&as_rank(0, 2), now);
+        assert!(text(lonely.tick(late)).ends_with("; 2 connections with another secret were refused"));
     }
 
     #[test]

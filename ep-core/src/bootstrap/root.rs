@@ -245,6 +245,11 @@ impl Root {
             Event::Gather { rank, round, remaining, blob } => {
                 self.group.gather(rank, round, blob, remaining, now)
             }
+            Event::Stranger => {
+                let address = self.conns.get(index).and_then(|conn| conn.stream().peer_addr().ok());
+                self.group.note_stranger(address.map(|address| address.ip()));
+                Step::Nothing
+            }
             Event::Garbage(text) => self.group.fail(text),
         };
         self.apply(step, Some(index), now);

@@ -183,6 +183,22 @@ fn wrong_secret_is_told_and_disturbs_nobody() {
 }
 
 #[test]
+fn wrong_secret_is_told_to_those_who_wait_in_vain() {
+    let id = from_free_address("right");
+    let wrong = UniqueId::from_address(&id.address().unwrap().to_string(), "wrong").unwrap();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(move || connect_all(&id, &[(0, 2)], soon(3000)));
+        messages(connect_all(&wrong, &[(1, 2)], far()));
+        let text = messages(waiting.join().unwrap()).remove(0);
+        assert!(text.starts_with("rank 1 of 2 did not join"), "{text}");
+        assert!(
+            text.contains("another secret") && text.contains("refused, the last one from 127.0.0.1"),
+            "{text}"
+        );
+    });
+}
+
+#[test]
 fn duplicate_rank_is_named_to_all() {
     for text in messages(connect_all(&create().0, &[(0, 3), (1, 3), (1, 3)], far())) {
         assert!(text.starts_with("rank 1 of 3 joined twice"), "{text}");

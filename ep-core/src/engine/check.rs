@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::window::WindowTable;
 use crate::config::{
     CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, Layout, MAX_PAYLOADS, Options,
     ReduceOrder,
@@ -57,6 +58,17 @@ const PAYLOAD_NAMES: [(&str, &str); MAX_PAYLOADS] = [
     ("inputs.payloads[3]", "outputs.payloads[3]"),
 ];
 
+/// Checks the ids of an update.
+///
+/// # Errors
+/// [`Status::InvalidArgument`] naming the argument; nothing was done.
+pub(super) fn topk_idx(raw: &RawTensor, windows: &WindowTable) -> Result<Tensor> {
+    let idx = raw.check("topk_idx")?;
+    let start = idx.data.addr();
+    windows.check("topk_idx", &(start..start + idx.span_bytes()))?;
+    Ok(idx)
+}
+
 /// Checks a dispatch. `tokens` is None while the plan's update is queued; the call checks them when it runs.
 ///
 /// # Errors
@@ -66,6 +78,7 @@ pub(super) fn dispatch(
     inputs: &DispatchInputs,
     outputs: &DispatchOutputs,
     tokens: Option<usize>,
+    windows: &WindowTable,
     deadline: Instant,
 ) -> Result<DispatchCall> {
     let count = inputs.num_payloads as usize;
@@ -114,7 +127,7 @@ pub(super) fn dispatch(
         deadline,
     };
     dispatch_origins(shape, &call)?;
-    dispatch_apart(shape, &call)?;
+    dispatch_memory(shape, &call, windows)?;
     Ok(call)
 }
 
@@ -226,7 +239,12 @@ fn apart(outputs: &[Option<Extent>], inputs: &[Option<Extent>]) -> Result<()> {
     Ok(())
 }
 
-fn dispatch_apart(shape: &PlanShape, call: &DispatchCall) -> Result<()> {
+/// Refuses what lies partly in a window.
+fn whole(extents: &[Option<Extent>], windows: &WindowTable) -> Result<()> {
+    extents.iter().flatten().try_for_each(|extent| windows.check(extent.name, &(extent.start..extent.end)))
+}
+
+fn dispatch_memory(shape: &PlanShape, call: &DispatchCall, windows: &WindowTable) -> Result<()> {
     let [out0, out1, out2, out3] = &call.outputs;
     let [in0, in1, in2, in3] = &call.inputs;
     let local = shape.num_local();
@@ -253,6 +271,8 @@ fn dispatch_apart(shape: &PlanShape, call: &DispatchCall) -> Result<()> {
         of_tensor("inputs.payloads[3]", in3),
         of_tensor("inputs.topk_weights", &call.topk_weights),
     ];
+    whole(&outputs, windows)?;
+    whole(&inputs, windows)?;
     apart(&outputs, &inputs)
 }
 
@@ -277,6 +297,7 @@ pub(super) fn combine(
     outputs: &CombineOutputs,
     options: &Options,
     tokens: Option<usize>,
+    windows: &WindowTable,
     deadline: Instant,
 ) -> Result<CombineCall> {
     let flat = shape.layout == Layout::Flat;
@@ -339,7 +360,7 @@ pub(super) fn combine(
     if call.wire_bf16 && call.order != ReduceOrder::NodeRank {
         return Err(Error::invalid("wire_dtype EP_DTYPE_BF16 needs reduce_order EP_REDUCE_NODE_RANK"));
     }
-    combine_apart(&call)?;
+    combine_memory(&call, windows)?;
     Ok(call)
 }
 
@@ -370,7 +391,7 @@ fn returned_weights(
     Ok(())
 }
 
-fn combine_apart(call: &CombineCall) -> Result<()> {
+fn combine_memory(call: &CombineCall, windows: &WindowTable) -> Result<()> {
     let outputs = [
         of_tensor("outputs.combined", &Some(call.combined)),
         of_tensor("outputs.combined_weights", &call.combined_weights),
@@ -379,9 +400,11 @@ fn combine_apart(call: &CombineCall) -> Result<()> {
         of_tensor("inputs.rows", &Some(call.rows)),
         of_tensor("inputs.row_weights", &call.row_weights),
         of_tensor("inputs.topk_weights", &call.topk_weights),
-        of_tensor("inputs.bias", &call.bias[0]),
-        of_tensor("inputs.bias", &call.bias[1]),
+        of_tensor("inputs.bias[0]", &call.bias[0]),
+        of_tensor("inputs.bias[1]", &call.bias[1]),
     ];
+    whole(&outputs, windows)?;
+    whole(&inputs, windows)?;
     apart(&outputs, &inputs)
 }
 

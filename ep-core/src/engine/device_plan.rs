@@ -68,7 +68,7 @@ impl DeviceCore {
         stream: DeviceStream,
     ) -> Result<()> {
         self.group.check_usable()?;
-        let routing = Routing::new(idx.check("topk_idx")?, &self.shape)?;
+        let routing = Routing::new(check::topk_idx(idx, &WindowTable::of(&self.group))?, &self.shape)?;
         let call = UpdateCall { routing, deadline: self.deadline(options) };
         let _in_progress = self.group.enter()?;
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
@@ -90,8 +90,9 @@ impl DeviceCore {
     ) -> Result<()> {
         self.group.check_usable()?;
         let deadline = self.deadline(options);
-        let call = check::dispatch(&self.shape, inputs, outputs, Some(self.known_tokens()?), deadline)?;
         let windows = WindowTable::of(&self.group);
+        let tokens = Some(self.known_tokens()?);
+        let call = check::dispatch(&self.shape, inputs, outputs, tokens, &windows, deadline)?;
         let mut places = [Place::default(); MAX_PAYLOADS];
         for (place, output) in places.iter_mut().zip(call.outputs.iter().flatten()) {
             *place = windows.place(output);
@@ -114,8 +115,8 @@ impl DeviceCore {
         self.group.check_usable()?;
         let deadline = self.deadline(options);
         let tokens = Some(self.known_tokens()?);
-        let call = check::combine(&self.shape, inputs, outputs, options, tokens, deadline)?;
         let windows = WindowTable::of(&self.group);
+        let call = check::combine(&self.shape, inputs, outputs, options, tokens, &windows, deadline)?;
         let weights = call.row_weights.as_ref().map_or(Place::default(), |weights| windows.place(weights));
         let places = [windows.place(&call.rows), weights];
         let _in_progress = self.group.enter()?;

@@ -18,6 +18,7 @@ mod network;
 mod nodes;
 mod peer;
 mod plan;
+mod rounds;
 mod share;
 mod stream;
 mod topology;

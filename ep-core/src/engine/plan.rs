@@ -10,6 +10,7 @@ use super::device::DeviceStream;
 use super::device_plan::DeviceCore;
 use super::group::{Group, deadline_after};
 use super::stream::{Job, Stream};
+use super::window::WindowTable;
 use crate::config::{
     CombineInputs, CombineOutputs, Counts, DispatchInputs, DispatchOutputs, Layout, Options, PlanConfig,
 };
@@ -106,6 +107,10 @@ impl Plan {
             return Ok(Plan { core: Core::Device(core) });
         }
         let layout = PlanLayout::new(&shape);
+        if let Some((address, _)) = memory {
+            let range = address.addr()..address.addr().saturating_add(layout.bytes());
+            WindowTable::of(group).check("plan memory", &range)?;
+        }
         let memory = match memory {
             None => PlanMemory::allocate(layout.bytes())?,
             Some((address, bytes)) => PlanMemory::of_caller(address, bytes, layout.bytes())?,
@@ -301,7 +306,7 @@ impl PlanCore {
         stream: Option<&Stream>,
     ) -> Result<()> {
         self.group.check_usable()?;
-        let routing = Routing::new(idx.check("topk_idx")?, &self.shape)?;
+        let routing = Routing::new(check::topk_idx(idx, &WindowTable::of(&self.group))?, &self.shape)?;
         let call = UpdateCall { routing, deadline: self.deadline(options) };
         match stream {
             // SAFETY: by the caller's word.
@@ -327,7 +332,9 @@ impl PlanCore {
     ) -> Result<()> {
         self.group.check_usable()?;
         let tokens = self.known_tokens(stream)?;
-        let call = check::dispatch(&self.shape, inputs, outputs, tokens, self.deadline(options))?;
+        let windows = WindowTable::of(&self.group);
+        let deadline = self.deadline(options);
+        let call = check::dispatch(&self.shape, inputs, outputs, tokens, &windows, deadline)?;
         match stream {
             // SAFETY: by the caller's word.
             None => unsafe { self.dispatch(&call) },
@@ -348,7 +355,9 @@ impl PlanCore {
     ) -> Result<()> {
         self.group.check_usable()?;
         let tokens = self.known_tokens(stream)?;
-        let call = check::combine(&self.shape, inputs, outputs, options, tokens, self.deadline(options))?;
+        let windows = WindowTable::of(&self.group);
+        let deadline = self.deadline(options);
+        let call = check::combine(&self.shape, inputs, outputs, options, tokens, &windows, deadline)?;
         match stream {
             // SAFETY: by the caller's word.
             None => unsafe { self.combine(&call) },

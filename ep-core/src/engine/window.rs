@@ -1,15 +1,17 @@
 //! Memory that peers write and read directly.
 
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::group::Group;
+use super::rounds::Rounds;
 use super::share::Offer;
 use crate::config::MAX_WINDOWS;
 use crate::error::{Error, Result, Status};
-use crate::mem::{Mapping, Memory, SegmentId, publish};
+use crate::mem::{Mapping, Memory, SegmentId, publish, require};
 use crate::tensor::Tensor;
 use crate::wire::Place;
 
@@ -20,6 +22,8 @@ pub(crate) struct WindowShared {
     /// None where the rank asked for 0 bytes.
     parts: Vec<Option<Memory>>,
     own_rank: usize,
+    /// What this rank asked for; its part has whole pages.
+    asked_bytes: usize,
 }
 
 impl WindowShared {
@@ -32,7 +36,6 @@ impl WindowShared {
 pub struct Window {
     group: Arc<Group>,
     shared: Arc<WindowShared>,
-    bytes: usize,
 }
 
 impl Window {
@@ -50,43 +53,33 @@ impl Window {
         if bytes > isize::MAX as usize / 2 {
             return Err(Error::invalid(format!("a window of {bytes} bytes does not fit the address space")));
         }
-        let deadline = Instant::now() + group.default_timeout();
         let mut bootstrap = group.bootstrap.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         // Relaxed: the bootstrap's lock orders the allocations of this rank.
         let tag = group.next_window.fetch_add(1, Ordering::Relaxed).into();
-        let own = make_part(group, bytes);
-        let hellos = bootstrap.all_gather(&hello(group, &own), deadline).map_err(no_more_windows)?;
+        let (timeout, is_usable) = (group.default_timeout(), || group.check_usable());
+        let mut rounds = Rounds { bootstrap: &mut **bootstrap, timeout, is_usable: &is_usable };
+
+        let mut touched = 0;
+        let step = |own: &mut OwnPart| own.touch(&mut touched);
+        let own = rounds.run("allocate its part", make_part(group, bytes), step, |own| hello(group, own));
+        let (own, hellos) = own.map_err(no_more_windows)?;
         // All ranks see the same hellos, so either all stop here or none does: the ranks stay in step.
-        let own = own?;
         let (id, offers) = parse(&hellos)?;
-        let parts = map_parts(group, tag, own, &offers, deadline);
-        let answer = parts.as_ref().err().map_or(Vec::new(), |error| error.message.clone().into_bytes());
-        let answers = match bootstrap.all_gather(&answer, deadline) {
-            Ok(answers) => answers,
-            // As when a group is made: whom this rank waited for says more than who was then late.
-            Err(error) => {
-                let own = parts.err().filter(|own| own.status == Status::Bootstrap);
-                return Err(no_more_windows(own.unwrap_or(error)));
-            }
-        };
-        let parts = parts?;
-        if let Some(refused) = answers.iter().position(|answer| !answer.is_empty()) {
-            let text = String::from_utf8_lossy(&answers[refused]).into_owned();
-            return Err(Error::new(
-                Status::OutOfMemory,
-                format!("rank {refused} could not map the window: {text}"),
-            ));
-        }
+        let parts = map_parts(group, tag, own, &offers, Instant::now() + timeout);
+        let mut places = Places::default();
+        let step = |parts: &mut Vec<Option<Memory>>| places.touch(group, parts);
+        let parts = rounds.run("map the window", parts, step, |_| Vec::new());
+        let (parts, _) = parts.map_err(no_more_windows)?;
         if let Some(device) = &group.device {
             device.set_window(id, Some(&parts))?;
         }
-        let shared = Arc::new(WindowShared { id, parts, own_rank: group.rank });
+        let shared = Arc::new(WindowShared { id, parts, own_rank: group.rank, asked_bytes: bytes });
         group.windows.rcu(|windows| {
             let mut windows = Vec::clone(windows);
             windows.push(shared.clone());
             windows
         });
-        Ok(Window { group: group.clone(), shared, bytes })
+        Ok(Window { group: group.clone(), shared })
     }
 
     /// Address of this rank's part; aligned to pages, dangling if the size is 0.
@@ -96,12 +89,15 @@ impl Window {
 
     /// Size as asked for.
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.shared.asked_bytes
     }
 }
 
 /// A bootstrap that failed once stays failed: what that means for the group.
 fn no_more_windows(error: Error) -> Error {
+    if error.status != Status::Bootstrap {
+        return error;
+    }
     let text = format!(
         "{}; this group can make no more windows, everything else of it works on. For windows, make a new group",
         error.message
@@ -133,6 +129,53 @@ struct OwnPart {
     segment: SegmentId,
 }
 
+/// Bytes that are touched between looks at the clock and the group.
+const PIECE: usize = 16 << 20;
+
+/// The next piece of memory of which the first `touched` bytes are touched.
+fn next_piece(mapping: &Mapping, touched: usize) -> Range<usize> {
+    touched..mapping.bytes().min(touched + PIECE)
+}
+
+impl OwnPart {
+    /// Makes the system give the next piece of memory; true when it has given all.
+    fn touch(&self, touched: &mut usize) -> Result<bool> {
+        let (Some(Memory::Host(mapping)), Some(fd)) = (&self.memory, &self.fd) else { return Ok(true) };
+        let piece = next_piece(mapping, *touched);
+        require(piece.len())?;
+        Mapping::back(fd, &piece)?;
+        mapping.populate(&piece)?;
+        *touched = piece.end;
+        Ok(*touched == mapping.bytes())
+    }
+}
+
+/// How far this rank is with mapping the pages of its peers.
+#[derive(Default)]
+struct Places {
+    peer: usize,
+    touched: usize,
+}
+
+impl Places {
+    /// Maps the next piece of a peer's memory, so that no call meets a page fault; true when there is none.
+    fn touch(&mut self, group: &Group, parts: &[Option<Memory>]) -> Result<bool> {
+        let links = group.links();
+        while self.peer < parts.len() {
+            if let (Some(_), Some(Memory::Host(mapping))) = (&links[self.peer], &parts[self.peer])
+                && self.touched < mapping.bytes()
+            {
+                let piece = next_piece(mapping, self.touched);
+                mapping.populate(&piece)?;
+                self.touched = piece.end;
+                return Ok(false);
+            }
+            (self.peer, self.touched) = (self.peer + 1, 0);
+        }
+        Ok(true)
+    }
+}
+
 fn make_part(group: &Group, bytes: usize) -> Result<OwnPart> {
     if bytes == 0 {
         return Ok(OwnPart::default());
@@ -145,7 +188,6 @@ fn make_part(group: &Group, bytes: usize) -> Result<OwnPart> {
         }
         None => {
             let (mapping, fd) = Mapping::create(host_bytes(bytes)?)?;
-            mapping.populate();
             (Memory::Host(Arc::new(mapping)), Some(fd))
         }
     };
@@ -174,21 +216,14 @@ fn memory_of_machine() -> u64 {
     (info.totalram as u64).saturating_add(info.totalswap as u64).saturating_mul(info.mem_unit.into())
 }
 
-/// First byte of a rank's message: its windows, size and segment follow, or why it has no part.
-const HELLO_PART: u8 = 1;
-const HELLO_ERROR: u8 = 0;
-const HELLO_BYTES: usize = 1 + 8 + 8 + size_of::<SegmentId>();
+const HELLO_BYTES: usize = 8 + 8 + size_of::<SegmentId>();
 
-fn hello(group: &Group, own: &Result<OwnPart>) -> Vec<u8> {
+/// A rank's windows, and its part's size and segment.
+fn hello(group: &Group, own: &OwnPart) -> Vec<u8> {
     // One bit per window of this rank: the new one takes a number that is free on all ranks.
     let alive = group.windows.load().iter().fold(0u64, |alive, window| alive | 1 << (window.id - 1));
-    match own {
-        Ok(OwnPart { memory, segment, .. }) => {
-            let bytes = memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
-            [&[HELLO_PART][..], &alive.to_le_bytes(), &bytes.to_le_bytes(), segment].concat()
-        }
-        Err(error) => [&[HELLO_ERROR][..], error.message.as_bytes()].concat(),
-    }
+    let bytes = own.memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
+    [&alive.to_le_bytes()[..], &bytes.to_le_bytes(), &own.segment].concat()
 }
 
 /// The number of the new window, and each rank's size and segment.
@@ -196,19 +231,16 @@ fn parse(hellos: &[Vec<u8>]) -> Result<(u32, Vec<Offer>)> {
     let mut alive = 0;
     let one = |(rank, hello): (usize, &Vec<u8>)| {
         let word = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        if hello.len() != HELLO_BYTES || hello[0] != HELLO_PART {
+        if hello.len() != HELLO_BYTES {
             return Err(Error::new(
-                Status::OutOfMemory,
-                format!(
-                    "rank {rank} could not allocate its part: {}",
-                    String::from_utf8_lossy(hello.get(1..).unwrap_or_default())
-                ),
+                Status::Internal,
+                format!("rank {rank} told {} bytes of its part, expected {HELLO_BYTES}", hello.len()),
             ));
         }
-        alive |= word(1);
+        alive |= word(0);
         let mut id = SegmentId::default();
-        id.copy_from_slice(&hello[17..]);
-        Ok(Offer { bytes: word(9) as usize, id })
+        id.copy_from_slice(&hello[16..]);
+        Ok(Offer { bytes: word(8) as usize, id })
     };
     let offers = hellos.iter().enumerate().map(one).collect::<Result<Vec<Offer>>>()?;
     if alive == u64::MAX {
@@ -230,13 +262,7 @@ fn map_parts(
     deadline: Instant,
 ) -> Result<Vec<Option<Memory>>> {
     let fd = own.fd.as_ref().map(OwnedFd::as_fd);
-    let parts = group.reach(deadline).share(own.memory, fd, offers, tag)?;
-    for (link, part) in group.links().iter().zip(&parts) {
-        if let (Some(_), Some(Memory::Host(mapping))) = (link, part) {
-            mapping.populate();
-        }
-    }
-    Ok(parts)
+    group.reach(deadline).share(own.memory, fd, offers, tag)
 }
 
 /// The windows of a group as one call sees them.
@@ -248,6 +274,29 @@ impl WindowTable {
     /// Takes the table for the time of a call. Lock-free.
     pub(crate) fn of(group: &Group) -> WindowTable {
         WindowTable { windows: group.windows.load() }
+    }
+
+    /// Refuses memory that lies partly in a window of this rank: the rest of it is not the window's, and may
+    /// be anybody's.
+    pub(crate) fn check(&self, name: &str, memory: &Range<usize>) -> Result<()> {
+        for window in self.windows.iter() {
+            let Some(part) = &window.parts[window.own_rank] else { continue };
+            let base = part.base().addr();
+            // What was asked for is the caller's; what rounding added to it is nobody's.
+            let (end, mapped) = (base + window.asked_bytes, base + part.bytes());
+            let is_apart = memory.is_empty() || memory.end <= base || memory.start >= mapped;
+            if !is_apart && (memory.start < base || memory.end > end) {
+                return Err(Error::invalid(format!(
+                    "{name} lies at {:#x} to {:#x} ({} bytes), only partly in the window at {base:#x} to {end:#x} \
+                     ({} bytes); it must lie wholly in a window or outside of all",
+                    memory.start,
+                    memory.end,
+                    memory.len(),
+                    window.asked_bytes
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Where `tensor` lies for peers; window 0 if it is outside this rank's windows.

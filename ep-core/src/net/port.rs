@@ -117,7 +117,7 @@ impl Shared {
         let (region, _) = Mapping::create(bytes_here(layout.region_bytes())?)?;
         let (control, _) = Mapping::create(bytes_here(layout.control_bytes())?)?;
         // Not the region: a NIC that needs its pages pins them, and where none does, unused slots cost nothing.
-        control.populate();
+        control.populate(&(0..control.bytes()))?;
         Ok(Shared {
             rank: spec.rank,
             peers: spec.peers,
