@@ -9,6 +9,7 @@ use ep_core::config::{MAX_EXPERTS, MAX_TOPK};
 
 use crate::bench::fabric::{FABRIC_COMMAND, MAX_WRITE};
 use crate::bench::shape::{Element, Op, Output, RowOrder};
+use crate::between::BetweenArgs;
 use crate::launch::RANK_COMMAND;
 
 /// The most rank processes that are started on one machine.
@@ -108,6 +109,9 @@ pub(crate) struct BenchArgs {
     /// Rank processes
     #[arg(long, default_value_t = 4, value_parser = in_range(1, MAX_PROCESSES))]
     pub(crate) ranks: usize,
+    /// Several nodes
+    #[command(flatten)]
+    pub(crate) between: BetweenArgs,
     /// Tokens of each rank; a list is a sweep
     #[arg(long, value_delimiter = ',', default_value = "1024", value_parser = in_range(1, 1 << 24))]
     pub(crate) tokens: Vec<usize>,
@@ -150,6 +154,9 @@ pub(crate) struct BenchArgs {
     /// Seconds after which a silent rank is given up
     #[arg(long, default_value_t = 30)]
     pub(crate) timeout: u64,
+    /// Several nodes: leave out the raw path of the network
+    #[arg(long)]
+    pub(crate) no_raw: bool,
     /// Draw time over tokens
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
@@ -224,6 +231,9 @@ pub(crate) struct DemoArgs {
     /// Rank processes
     #[arg(long, default_value_t = 4, value_parser = in_range(1, MAX_PROCESSES))]
     pub(crate) ranks: usize,
+    /// Several nodes
+    #[command(flatten)]
+    pub(crate) between: BetweenArgs,
     /// Tokens of each rank; when absent, as many as the traces have, at most 2048
     #[arg(long)]
     pub(crate) tokens: Option<usize>,

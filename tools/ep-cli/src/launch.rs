@@ -18,6 +18,7 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::BARRIER_BYTES;
+use crate::place::Placement;
 
 /// The hidden subcommand.
 pub(crate) const RANK_COMMAND: &str = "rank-process";
@@ -28,6 +29,9 @@ const STDERR_KEPT: usize = 16 << 10;
 /// How long the ranks that see a peer fail may take to say so.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// Ranks whose view of a failure is shown.
+const MOST_TOLD: usize = 8;
+
 /// The first line that a rank reads.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Hello<Job> {
@@ -35,6 +39,8 @@ pub(crate) struct Hello<Job> {
     pub(crate) rank: usize,
     /// How many there are.
     pub(crate) num_ranks: usize,
+    /// The id of its node; 0: all ranks share memory.
+    pub(crate) node_id: u32,
     /// The unique id in hexadecimal digits.
     pub(crate) unique_id: String,
     /// Deadline of meeting and of every call.
@@ -88,26 +94,31 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// Starts `num_ranks` processes, each of which gets `job`.
+    /// Starts `num_ranks` processes where `placement` says, each of which gets `job`.
     ///
     /// # Errors
     /// If the system refuses a file or a process.
-    pub(crate) fn start<Job: Serialize>(num_ranks: usize, timeout: Duration, job: &Job) -> Result<Ranks> {
-        let exe = std::env::current_exe().context("the path of this program")?;
-        let command = || {
-            let mut command = Command::new(&exe);
+    pub(crate) fn start<Job: Serialize>(
+        num_ranks: usize,
+        placement: &Placement,
+        timeout: Duration,
+        job: &Job,
+    ) -> Result<Ranks> {
+        let command = |rank| {
+            let node = placement.node_of(rank, num_ranks);
+            let mut command = placement.command(rank, node)?;
             command.arg(RANK_COMMAND);
-            command
+            Ok((command, if placement.nodes == 1 { 0 } else { 1 + node as u32 }))
         };
         Ranks::start_with(num_ranks, timeout, job, &command)
     }
 
-    /// As [`Ranks::start`], with another program for each rank.
+    /// As [`Ranks::start`], with another program for each rank, and the id of its node.
     fn start_with<Job: Serialize>(
         num_ranks: usize,
         timeout: Duration,
         job: &Job,
-        command: &dyn Fn() -> Command,
+        command: &dyn Fn(usize) -> Result<(Command, u32)>,
     ) -> Result<Ranks> {
         // Memory without a name, which goes with its last user: nothing is left, however this process ends.
         let (_, memory) = Mapping::create(BARRIER_BYTES as usize)?;
@@ -117,15 +128,17 @@ impl Ranks {
         let (events_in, events) = channel();
         let mut started = Ranks { ranks: Vec::new(), events, timeout, _barrier: memory };
         for rank in 0..num_ranks {
+            let (command, node_id) = command(rank)?;
             let hello = Hello {
                 rank,
                 num_ranks,
+                node_id,
                 unique_id: unique_id.clone(),
                 timeout_ms: timeout.as_millis() as u32,
                 barrier: barrier.clone(),
                 job,
             };
-            started.ranks.push(start_rank(command(), rank, &events_in)?);
+            started.ranks.push(start_rank(command, rank, &events_in)?);
             started.tell(rank, &hello)?;
         }
         Ok(started)
@@ -187,28 +200,28 @@ impl Ranks {
                 }
                 Err(RecvTimeoutError::Disconnected) => bail!("every rank process has ended"),
             };
-            let Event::Line(line) = event else { return Err(self.obituary(rank)) };
+            let Event::Line(line) = event else { return Err(self.root_cause(Vec::new(), Some(rank))) };
             match serde_json::from_str::<Reply<T>>(&line) {
                 Ok(Reply::Done(answer)) => answers[rank] = Some(answer),
                 Ok(Reply::Progress(part)) => progress(rank, part),
-                Ok(Reply::Failed(failure)) => return Err(self.root_cause(rank, failure)),
+                Ok(Reply::Failed(failure)) => return Err(self.root_cause(vec![(rank, failure)], None)),
                 Err(error) => bail!("rank {rank} answered {line:?}: {error}"),
             }
         }
         Ok(answers.into_iter().flatten().collect())
     }
 
-    /// A rank failed. If it did because another one failed or died, that one is what the user wants to know
-    /// about.
-    fn root_cause(&mut self, rank: usize, failure: Failure) -> anyhow::Error {
+    /// Ranks failed or died. If some did because another one failed or died, that one is what the user wants to know
+    /// about first, and then what the others saw.
+    fn root_cause(&mut self, mut failed: Vec<(usize, Failure)>, mut dead: Option<usize>) -> anyhow::Error {
         let deadline = Instant::now() + GRACE;
-        let mut failed = vec![(rank, failure)];
-        while failed.len() < self.len() && failed.iter().all(|(_, failure)| failure.is_consequence) {
+        let is_own = |(_, failure): &(usize, Failure)| !failure.is_consequence;
+        while failed.len() + usize::from(dead.is_some()) < self.len() && !failed.iter().any(is_own) {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok((other, event)) = self.events.recv_timeout(left) else { break };
             match event {
                 Event::Closed if failed.iter().all(|(rank, _)| *rank != other) => {
-                    return self.obituary(other);
+                    dead = dead.or(Some(other));
                 }
                 Event::Line(line) => {
                     if let Ok(Reply::Failed(failure)) = serde_json::from_str::<Reply<IgnoredAny>>(&line) {
@@ -218,9 +231,15 @@ impl Ranks {
                 Event::Closed => {}
             }
         }
-        let own = failed.iter().find(|(_, failure)| !failure.is_consequence);
-        let (rank, failure) = own.unwrap_or(&failed[0]);
-        anyhow!("rank {rank}: {}", failure.text)
+        if let Some((rank, failure)) = failed.iter().find(|failed| is_own(failed)) {
+            return anyhow!("rank {rank}: {}", failure.text);
+        }
+        failed.sort_by_key(|(rank, _)| *rank);
+        let seen =
+            failed.iter().take(MOST_TOLD).map(|(rank, failure)| format!("rank {rank}: {}", failure.text));
+        let lines: Vec<String> =
+            dead.map(|rank| self.obituary(rank).to_string()).into_iter().chain(seen).collect();
+        anyhow!(lines.join("\n"))
     }
 
     /// Says how a rank ended, with the end of its standard error.
@@ -320,10 +339,10 @@ mod tests {
 
     /// Ranks that run `script` after they have read their job.
     fn ranks(num_ranks: usize, script: &'static str) -> Ranks {
-        let command = move || {
+        let command = move |_| {
             let mut command = Command::new("sh");
             command.args(["-c", &format!("read job; {script}")]);
-            command
+            Ok((command, 0))
         };
         Ranks::start_with(num_ranks, Duration::from_millis(300), &"job", &command).unwrap()
     }
@@ -358,6 +377,7 @@ mod tests {
         );
         let error = answers(&mut ranks(2, script.leak())).unwrap_err().to_string();
         assert!(error.contains("rank 1") && error.contains("gone"), "{error}");
+        assert!(error.contains("rank 0: a peer is lost"), "{error}");
     }
 
     #[test]

@@ -4,12 +4,14 @@
 //! | --- | --- |
 //! | [`cli`] | arguments |
 //! | [`info`], [`demo`], [`mod@bench`] | the commands |
-//! | [`launch`], [`rank`] | rank processes, from outside and from inside |
+//! | [`between`] | several nodes: what was asked for, and the network for it |
+//! | [`place`], [`launch`], [`rank`] | rank processes: where they run, from outside, from inside |
 //! | [`trace`] | recorded routings |
 //! | [`memory`], [`clock`] | aligned buffers, the barrier, time |
 //! | [`output`], [`progress`], [`table`], [`heat`], [`svg`] | what people and programs read |
 
 mod bench;
+mod between;
 mod cli;
 mod clock;
 mod demo;
@@ -18,6 +20,7 @@ mod info;
 mod launch;
 mod memory;
 mod output;
+mod place;
 mod progress;
 mod rank;
 mod svg;

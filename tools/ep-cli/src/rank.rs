@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use ep_core::bootstrap::{TcpBootstrap, UniqueId};
-use ep_core::config::GroupConfig;
-use ep_core::engine::Group;
+use ep_core::config::{GroupConfig, Transport};
+use ep_core::engine::{Backend, Group};
 use ep_core::{Error, Status};
+use ep_fabric::FabricNetwork;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -91,9 +92,15 @@ fn join(hello: &Hello<Job>, timeout: Duration) -> Result<Arc<Group>> {
         timeout_ms: hello.timeout_ms,
         max_local_experts: if per_rank > 256 { per_rank as u32 } else { 0 },
         ring_bytes,
+        node_id: hello.node_id,
         ..GroupConfig::default()
     };
-    Ok(Group::create(&config, Box::new(bootstrap), deadline)?)
+    if hello.node_id == 0 {
+        return Ok(Group::create(&config, Box::new(bootstrap), deadline)?);
+    }
+    let backend = Backend::host("").with_network(FabricNetwork::of_process()?, "asked for");
+    let config = GroupConfig { transport: Transport::Fabric as i32, ..config };
+    Ok(Group::create_on(backend, &config, Box::new(bootstrap), deadline)?)
 }
 
 /// The next line of the input; None at its end.

@@ -5,19 +5,27 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 
+use super::fabric::{Network, Pairs};
 use super::limit::CopyKind;
 use super::mpi::Peer;
 use super::rank::{Answer, Command, Ready, What};
 use super::shape::{Op, Shape};
 use super::stats::Samples;
 use super::verify::Verified;
+use super::wire::{self, Traffic, Wire};
 use crate::clock::{Span, whole};
 use crate::launch::Ranks;
+use crate::place::Placement;
 use crate::rank::Job;
 
 /// How long, and how often, to measure.
-#[derive(Clone, Debug)]
 pub(crate) struct Effort {
+    /// Where ranks run.
+    pub(crate) placement: Placement,
+    /// What is between nodes, if there are several.
+    pub(crate) network: Option<Network>,
+    /// Whether its raw path is measured.
+    pub(crate) with_raw: bool,
     /// At least so many calls.
     pub(crate) min_calls: usize,
     /// About this much time in calls that are measured.
@@ -45,6 +53,21 @@ pub(crate) struct Measured {
     pub(crate) copies: Vec<(CopyKind, Samples)>,
     /// What was compared with the reference.
     pub(crate) verified: Verified,
+    /// What went between nodes, if there are several.
+    pub(crate) between: Option<Between>,
+}
+
+/// A call between nodes, and the raw path that it is measured against.
+#[derive(Clone, Debug)]
+pub(crate) struct Between {
+    /// The provider of libfabric.
+    pub(crate) provider: String,
+    /// What the ranks say of their network.
+    pub(crate) network: String,
+    /// What a call sends.
+    pub(crate) wire: Wire,
+    /// Bytes per second of the raw path, as many pairs at once as ranks; none if it was not measured.
+    pub(crate) raw: Option<f64>,
 }
 
 /// Time of one round of calls.
@@ -63,7 +86,7 @@ pub(crate) fn measure(
 ) -> Result<Measured> {
     progress("starting ranks", 0.0);
     let mut driver = Driver {
-        ranks: Ranks::start(shape.ranks, effort.timeout, &Job::Bench(shape.clone()))?,
+        ranks: Ranks::start(shape.ranks, &effort.placement, effort.timeout, &Job::Bench(shape.clone()))?,
         patience: 4 * effort.time + effort.timeout,
     };
     let ready: Vec<Ready> = driver.ranks.answers(driver.patience, &mut |_, _| ())?;
@@ -80,6 +103,12 @@ pub(crate) fn measure(
         let mut started = Peer::start(program, shape, effort.timeout)?;
         started.run(0, 3)?;
         peer = Some((started, Samples::default()));
+    }
+
+    let mut raw = None;
+    if let Some(network) = effort.network.as_ref().filter(|_| effort.with_raw && shape.op != Op::Plan) {
+        progress("starting the raw path", 0.0);
+        raw = Some(Pairs::start(network, &effort.placement, shape.ranks, ready[0].chunk_bytes)?);
     }
 
     let mut ours = Samples::default();
@@ -99,6 +128,9 @@ pub(crate) fn measure(
         if let Some((peer, samples)) = &mut peer {
             samples.extend(peer.run(routing, calls)?);
         }
+        if let Some(pairs) = &mut raw {
+            pairs.round()?;
+        }
         let by_time = ours.total().as_secs_f64() / effort.time.as_secs_f64().max(1e-9);
         progress("measuring", by_time.min(ours.len() as f64 / effort.min_calls as f64).min(1.0));
     }
@@ -107,10 +139,26 @@ pub(crate) fn measure(
     if let Some((peer, _)) = &mut peer {
         ensure!(peer.checksums(0)? == checksums, "the MPI peer has another result");
     }
+    let mut between = None;
+    if let Some(network) = &effort.network {
+        let wire = wire::compare(shape, 0, ready[0].chunk_bytes, driver.count(0)?)?;
+        let raw = raw.map(|pairs| pairs.rate());
+        let (provider, network) = (network.provider.clone(), ready[0].network.clone());
+        between = Some(Between { provider, network, wire, raw });
+    }
     driver.ranks.finish()?;
     copies.sort_by_key(|(_, samples)| samples.percentile(50.0));
     let peer = peer.map(|(_, samples)| samples);
-    Ok(Measured { shape: shape.clone(), num_nodes: ready[0].num_nodes, ours, bytes, peer, copies, verified })
+    Ok(Measured {
+        shape: shape.clone(),
+        num_nodes: ready[0].num_nodes,
+        ours,
+        bytes,
+        peer,
+        copies,
+        verified,
+        between,
+    })
 }
 
 fn calls_per_round(samples: &Samples, effort: &Effort) -> usize {
@@ -151,9 +199,19 @@ impl Driver {
         let answers: Vec<Answer> = self.ranks.ask(&Command::Run { what, routing, calls }, self.patience)?;
         let times = answers.into_iter().map(|answer| match answer {
             Answer::Times(times) => Ok(times.spans),
-            Answer::Verified(_) => bail!("a rank answered another command"),
+            Answer::Verified(_) | Answer::Counted(_) => bail!("a rank answered another command"),
         });
         Ok(spans_to_samples(&times.collect::<Result<Vec<_>>>()?, calls))
+    }
+
+    /// What a call sends to other nodes, over all ranks.
+    fn count(&mut self, routing: usize) -> Result<Traffic> {
+        let answers: Vec<Answer> = self.ranks.ask(&Command::Count { routing }, self.patience)?;
+        let traffic = answers.into_iter().map(|answer| match answer {
+            Answer::Counted(traffic) => Ok(traffic),
+            Answer::Times(_) | Answer::Verified(_) => bail!("a rank answered another command"),
+        });
+        traffic.sum()
     }
 
     /// What was compared over all ranks, and the checksum of each rank's result.
@@ -181,6 +239,7 @@ pub(crate) mod tests {
         let shape = Shape {
             op: Op::Dispatch,
             ranks: 4,
+            nodes: 1,
             tokens,
             hidden: 7168,
             topk: 8,
@@ -203,6 +262,7 @@ pub(crate) mod tests {
             peer: Some(Samples::new(vec![10_000])),
             copies: vec![(copy, Samples::new(vec![4000]))],
             verified: Verified { compared: 10, total: 10, bytes: 100, checksum: 0 },
+            between: None,
         }
     }
 

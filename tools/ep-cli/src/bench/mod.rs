@@ -5,9 +5,10 @@
 //! | [`sweep`], [`shape`], [`routing`] | what is measured |
 //! | [`mod@measure`], [`stats`] | the parent: rounds, times, percentiles |
 //! | [`rank`], [`limit`], [`verify`] | the ranks: calls, copies to compare with, the check of results |
+//! | [`wire`] | what goes between nodes, counted and by the formula |
 //! | [`mpi`], [`compile`] | the MPI peer; programs in C |
 //! | [`fabric`] | the raw path of the network, beside libfabric alone |
-//! | [`report`], [`plot`] | JSON, the table, the chart |
+//! | [`report`], [`report_wire`], [`plot`] | JSON, the tables, the chart |
 
 use std::time::Duration;
 
@@ -21,11 +22,13 @@ pub(crate) mod mpi;
 pub(crate) mod plot;
 pub(crate) mod rank;
 pub(crate) mod report;
+pub(crate) mod report_wire;
 pub(crate) mod routing;
 pub(crate) mod shape;
 pub(crate) mod stats;
 pub(crate) mod sweep;
 pub(crate) mod verify;
+pub(crate) mod wire;
 
 pub(crate) use rank::BenchRank;
 
@@ -47,10 +50,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         return fabric::run(args);
     }
     let shapes = if args.quick { sweep::quick(args)? } else { sweep::shapes(args)? };
+    let timeout = Duration::from_secs(args.timeout);
+    let (placement, network) = args.between.placement(args.ranks, timeout)?;
     let effort = Effort {
+        placement,
+        network,
+        with_raw: !args.no_raw,
         min_calls: args.iters,
         time: if args.quick { QUICK_TIME } else { Duration::from_secs_f64(args.time) },
-        timeout: Duration::from_secs(args.timeout),
+        timeout,
         mpi: match args.peer {
             Some(PeerKind::Mpi) => Some(mpi::build()?),
             None => None,
@@ -74,6 +82,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         let lines: Vec<Line> = results.iter().map(Line::new).collect();
         say(report::table(&lines))?;
         say(report::EXPLANATION)?;
+        if args.between.nodes > 1 {
+            say(report_wire::table(&results))?;
+            say(report_wire::EXPLANATION)?;
+        }
         say(report::verdict(&lines))?;
     }
     if let Some(path) = &args.plot {

@@ -11,6 +11,7 @@ use super::limit::{CopyKind, Limit};
 use super::routing::rank_routing;
 use super::shape::{Op, Output, RowOrder, Shape};
 use super::verify::{self, Verified};
+use super::wire::Traffic;
 use crate::clock::{Span, now_ns};
 use crate::launch::Reply;
 use crate::memory::Buffer;
@@ -34,6 +35,11 @@ pub(crate) enum Command {
         /// The number of the routing.
         routing: usize,
     },
+    /// Make one call with this routing and count what it sends to other nodes.
+    Count {
+        /// The number of the routing.
+        routing: usize,
+    },
 }
 
 /// What a rank measures.
@@ -51,6 +57,10 @@ pub(crate) enum What {
 pub(crate) struct Ready {
     /// Nodes of the group.
     pub(crate) num_nodes: usize,
+    /// What is between nodes, and why.
+    pub(crate) network: String,
+    /// Bytes of a message between nodes; 0: one node.
+    pub(crate) chunk_bytes: usize,
     /// Row bytes that a call of each routing sends from this rank to all ranks.
     pub(crate) bytes: Vec<u64>,
 }
@@ -70,6 +80,8 @@ pub(crate) enum Answer {
     Times(Times),
     /// To [`Command::Verify`].
     Verified(Verified),
+    /// To [`Command::Count`].
+    Counted(Traffic),
 }
 
 /// Tags of row contents.
@@ -157,12 +169,18 @@ impl BenchRank {
     /// # Errors
     /// The first error of a call.
     pub(crate) fn serve(&mut self) -> Result<()> {
-        let num_nodes = self.member.group.info().num_nodes;
-        rank::reply(&Reply::Done(Ready { num_nodes, bytes: self.bytes.clone() }))?;
+        let info = self.member.group.info();
+        rank::reply(&Reply::Done(Ready {
+            num_nodes: info.num_nodes,
+            network: info.transport_reason,
+            chunk_bytes: info.chunk_bytes,
+            bytes: self.bytes.clone(),
+        }))?;
         while let Some(command) = rank::read()? {
             let answer = match command {
                 Command::Run { what, routing, calls } => Answer::Times(self.run(what, routing, calls)?),
                 Command::Verify { routing } => Answer::Verified(verify::verify(self, routing)?),
+                Command::Count { routing } => Answer::Counted(self.count(routing)?),
             };
             rank::reply(&Reply::Done(answer))?;
         }
@@ -188,6 +206,27 @@ impl BenchRank {
             spans.push((start, now_ns()));
         }
         Ok(Times { spans })
+    }
+
+    /// What a call sends to other nodes.
+    fn count(&mut self, routing: usize) -> Result<Traffic> {
+        let Member { timeout, ref group, .. } = self.member;
+        let timed_plan = self.shape.with_plan || self.shape.op == Op::Plan;
+        if !timed_plan {
+            self.prepare(routing)?;
+        }
+        let num_rows = self.plan.counts(None)?.num_rows as usize;
+        self.member.barrier.wait(timeout)?;
+        let before = Traffic::of(group, timeout)?;
+        // Nobody begins before all have looked.
+        self.member.barrier.wait(timeout)?;
+        if timed_plan {
+            self.call_with_plan(routing)?
+        } else {
+            self.call(routing, num_rows)?
+        }
+        self.member.barrier.wait(timeout)?;
+        Ok(Traffic::of(group, timeout)?.since(before))
     }
 
     /// Makes `routing` the plan's.

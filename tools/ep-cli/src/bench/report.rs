@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::limit::CopyKind;
 use super::measure::Measured;
+use super::report_wire::WireLine;
 use super::shape::RowOrder;
 use super::stats::{Samples, micros};
 use crate::table::{Align, Table};
@@ -13,7 +14,7 @@ use crate::table::{Align, Table};
 pub(crate) struct Line {
     op: String,
     device: &'static str,
-    transport: &'static str,
+    transport: String,
     ranks: usize,
     nodes: usize,
     tokens: usize,
@@ -49,9 +50,12 @@ pub(crate) struct Line {
     /// More than `verified_rows` where sums were sampled.
     rows_in_all: usize,
     verified_bytes: usize,
+    /// None: one node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    wire: Option<WireLine>,
 }
 
-fn rounded(x: f64, digits: i32) -> f64 {
+pub(super) fn rounded(x: f64, digits: i32) -> f64 {
     let scale = 10f64.powi(digits);
     (x * scale).round() / scale
 }
@@ -64,13 +68,17 @@ impl Line {
         let peer = measured.peer.as_ref();
         let limit = measured.copies.first();
         let time = |(_, samples): &(CopyKind, Samples)| micros(samples.percentile(50.0));
-        let limit_us = limit.map(time);
-        let distinct_us = measured.copies.iter().find(|(kind, _)| !kind.reuse).map(time);
+        let wire = measured.between.as_ref().map(WireLine::new);
+        // Between nodes, what crosses is also copied at its source and at its end.
+        let wire_us = wire.as_ref().and_then(|wire| wire.raw_us).unwrap_or(0.0);
+        let limit_us = limit.map(|limit| time(limit) + wire_us);
+        let distinct_us =
+            measured.copies.iter().find(|(kind, _)| !kind.reuse).map(|copy| time(copy) + wire_us);
         let gbs = |us: f64| rounded(measured.bytes / us / 1e3, 3);
         Line {
             op: shape.op.to_string(),
             device: "host",
-            transport: "shm",
+            transport: wire.as_ref().map_or(String::from("shm"), |wire| format!("fabric:{}", wire.provider)),
             ranks: shape.ranks,
             nodes: measured.num_nodes,
             tokens: shape.tokens,
@@ -88,7 +96,13 @@ impl Line {
             p99_us: rounded(micros(measured.ours.percentile(99.0)), 1),
             bytes: measured.bytes.round(),
             gbs: gbs(p50),
-            limit: limit.map(|(kind, _)| format!("{kind}, {} processes", shape.ranks)),
+            limit: limit.map(|(kind, _)| match &wire {
+                None => format!("{kind}, {} processes", shape.ranks),
+                Some(wire) if wire.raw_us.is_none() => format!("{kind}, {} processes", shape.ranks),
+                Some(_) => {
+                    format!("{kind}, {0} processes, and the wire's bytes by {0} raw pairs", shape.ranks)
+                }
+            }),
             limit_us: limit_us.map(|us| rounded(us, 1)),
             limit_gbs: limit_us.map(gbs),
             of_limit: limit_us.map(|us| rounded(us / p50, 3)),
@@ -102,6 +116,7 @@ impl Line {
             verified_rows: measured.verified.compared,
             rows_in_all: measured.verified.total,
             verified_bytes: measured.verified.bytes,
+            wire,
         }
     }
 }

@@ -74,6 +74,8 @@ pub(crate) struct Shape {
     pub(crate) op: Op,
     /// How many ranks.
     pub(crate) ranks: usize,
+    /// How many nodes; ranks of different nodes share no memory.
+    pub(crate) nodes: usize,
     /// Tokens of each rank.
     pub(crate) tokens: usize,
     /// Columns of a row.

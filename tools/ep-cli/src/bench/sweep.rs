@@ -55,6 +55,7 @@ fn base(args: &BenchArgs, op: Op) -> Result<Shape> {
     Ok(Shape {
         op,
         ranks: args.ranks,
+        nodes: args.between.nodes,
         tokens: 0,
         hidden: args.hidden,
         topk,

@@ -46,6 +46,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
     let steps: Vec<Step> =
         (0..traces.len()).flat_map(|trace| (0..job.layers).map(move |layer| Step { trace, layer })).collect();
     let timeout = Duration::from_secs(args.timeout);
+    let placement = args.between.placement(job.ranks, timeout)?.0;
     if !args.json {
         say(format!(
             "{} rank processes, {} tokens each, {} columns of bf16: dispatch, experts, combine, in two layouts.\n",
@@ -54,7 +55,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<()> {
     }
     let mut progress = Progress::new("demo:");
     progress.show("starting ranks", 0.0);
-    let mut ranks = Ranks::start(job.ranks, timeout, &Job::Demo(job.clone()))?;
+    let mut ranks = Ranks::start(job.ranks, &placement, timeout, &Job::Demo(job.clone()))?;
     let ready: Vec<Ready> = ranks.answers(timeout, &mut |_, _| ())?;
     let sheets = open_sheets(&job, &traces, &ready)?;
     let nodes: Vec<usize> = ready.iter().map(|ready| ready.node).collect();

@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | [`rank`] | one process of ours: posts or takes writes as told |
 //! | [`pair`] | two processes, ours or the raw peer's, which speak the same lines |
+//! | [`pairs`] | several of them at once, as ranks of several nodes are |
 //! | [`build`] | compiles the raw peer |
 //! | [`fabtests`] | `fi_rma_bw` |
 //! | [`report`] | JSON, the table |
@@ -12,6 +13,7 @@
 mod build;
 mod fabtests;
 mod pair;
+mod pairs;
 mod rank;
 mod report;
 
@@ -24,6 +26,7 @@ use crate::cli::{FabricArgs, FabricPeer};
 use crate::output::say;
 use crate::progress::Progress;
 use pair::{Mode, Pair, Run};
+pub(crate) use pairs::Pairs;
 pub(crate) use rank::serve;
 use report::{Line, median};
 
@@ -41,12 +44,13 @@ struct Shape {
 }
 
 /// The network that all processes use.
-struct Network {
-    provider: String,
+pub(crate) struct Network {
+    pub(crate) provider: String,
     library: String,
     /// What to load before the raw peer's own library.
     preload: Option<String>,
-    addresses: Vec<String>,
+    /// Addresses or names of NICs; none: the library chooses.
+    pub(crate) addresses: Vec<String>,
     timeout: Duration,
 }
 
@@ -109,22 +113,32 @@ pub(crate) fn run(args: &FabricArgs) -> Result<()> {
 
 /// The network by the arguments and the environment, and the reason for it.
 fn network(args: &FabricArgs) -> Result<(Network, String)> {
-    let library = Library::open()?;
     let mut settings = Settings::from_env()?;
     settings.provider = settings.provider.or_else(|| args.provider.clone());
     if settings.nics.is_empty() {
         settings.nics.clone_from(&args.addresses);
     }
-    let selection = Selection::make(&library, &settings, false)?;
-    let (major, minor) = library.version();
-    let network = Network {
-        provider: selection.kind().to_string(),
-        library: format!("{major}.{minor}"),
-        preload: library.origin().contains('/').then(|| library.origin().to_string()),
-        addresses: settings.nics,
-        timeout: Duration::from_secs(args.timeout),
-    };
-    Ok((network, format!("{}; {library}", selection.reason())))
+    Network::find(settings, Duration::from_secs(args.timeout))
+}
+
+impl Network {
+    /// The network that fits the settings, and the reason for it.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(crate) fn find(settings: Settings, timeout: Duration) -> Result<(Network, String)> {
+        let library = Library::open()?;
+        let selection = Selection::make(&library, &settings, false)?;
+        let (major, minor) = library.version();
+        let network = Network {
+            provider: selection.kind().to_string(),
+            library: format!("{major}.{minor}"),
+            preload: library.origin().contains('/').then(|| library.origin().to_string()),
+            addresses: settings.nics,
+            timeout,
+        };
+        Ok((network, format!("{}; {library}", selection.reason())))
+    }
 }
 
 /// Rounds of ours and the peer's in turns, and a check of what arrives. Which way to wait is the faster one is

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use serde::Serialize;
 
 use super::{FABRIC_COMMAND, Network, Rounds, Shape};
+use crate::place::Placement;
 
 /// How completions are waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -57,12 +58,24 @@ impl Pair {
     /// # Errors
     /// If one does not start or finds no network.
     pub(super) fn ours(network: &Network, nics: usize) -> Result<Pair> {
-        let exe = std::env::current_exe().context("the path of this program")?;
-        Pair::start("ours", network, || {
-            let mut command = Command::new(&exe);
-            command.arg(FABRIC_COMMAND).env("EP_FABRIC_PROVIDER", &network.provider);
-            command.env("EP_FABRIC_NICS", network.addresses[..nics].join(","));
-            command
+        Pair::start("ours", network, |_| {
+            let place = Placement::here().with("EP_FABRIC_PROVIDER", &network.provider);
+            let place = place.with("EP_FABRIC_NICS", &network.addresses[..nics].join(","));
+            let mut command = place.command(0, 0)?;
+            command.arg(FABRIC_COMMAND);
+            Ok(command)
+        })
+    }
+
+    /// A process of this program on each of two nodes.
+    ///
+    /// # Errors
+    /// As [`Pair::ours`].
+    pub(super) fn between(network: &Network, placement: &Placement, nodes: [usize; 2]) -> Result<Pair> {
+        Pair::start("the raw path", network, |process| {
+            let mut command = placement.command(process, nodes[process])?;
+            command.arg(FABRIC_COMMAND);
+            Ok(command)
         })
     }
 
@@ -71,19 +84,23 @@ impl Pair {
     /// # Errors
     /// If one does not start or finds no network.
     pub(super) fn raw(program: &Path, network: &Network, nics: usize) -> Result<Pair> {
-        Pair::start("the raw peer", network, || {
+        Pair::start("the raw peer", network, |_| {
             let mut command = Command::new(program);
             command.arg(&network.provider).args(&network.addresses[..nics]);
             // The same library as ours, whichever the loader would find.
             command.envs(network.preload.iter().map(|path| ("LD_PRELOAD", path)));
-            command
+            Ok(command)
         })
     }
 
-    fn start(who: &'static str, network: &Network, command: impl Fn() -> Command) -> Result<Pair> {
+    fn start(
+        who: &'static str,
+        network: &Network,
+        command: impl Fn(usize) -> Result<Command>,
+    ) -> Result<Pair> {
         let mut pair = Pair { who, processes: Vec::new(), timeout: network.timeout };
-        for _ in 0..2 {
-            let mut child = command()
+        for process in 0..2 {
+            let mut child = command(process)?
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
