@@ -36,7 +36,8 @@ pub(super) trait Item {
     /// True if all payloads are here, false if one piece is.
     fn is_whole(&self) -> bool;
 
-    /// Byte `start` of the row of payload `i`. None: it is not here. `piece` is its number among all pieces of the token.
+    /// Byte `start` of the row of payload `i`. None: it is not here. `piece` is its number among all pieces of the
+    /// token.
     fn row(&self, i: usize, start: usize, piece: usize) -> Option<RowEnd>;
 }
 
