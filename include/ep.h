@@ -337,6 +337,8 @@ typedef struct ep_window ep_window_t;
 /* Memory that peers write and read directly, so that a dispatch stores each row where it stays and a
  * combine reads it where the expert left it. `bytes` may differ between ranks and may be 0. The memory is
  * zero, page-aligned, and touched. Collective over the group; at most 64 windows are alive at a time.
+ * What a call is given lies wholly in one window or outside of all; memory that lies partly in one is
+ * EP_ERR_INVALID_ARGUMENT there.
  * Errors: EP_ERR_OUT_OF_MEMORY, EP_ERR_BOOTSTRAP, EP_ERR_CAPACITY. */
 EP_API ep_status_t ep_window_allocate(ep_group_t *group, size_t bytes, ep_window_t **window_out);
 
@@ -416,7 +418,8 @@ typedef struct ep_options {
  * can no longer be combined with it.
  * Collective in the plan's lane, stream-ordered, capturable; each rank has its own number of tokens.
  * Errors: EP_ERR_OUT_OF_RANGE (names token, slot and id), EP_ERR_CAPACITY (tokens > max_tokens), with a
- * NULL stream before anything is exchanged; EP_ERR_MISMATCH, EP_ERR_TIMEOUT, EP_ERR_PEER_LOST. */
+ * NULL stream before anything is exchanged; EP_ERR_MISMATCH, EP_ERR_TIMEOUT, EP_ERR_PEER_LOST;
+ * EP_ERR_ABORTED, which breaks the group, if more than 2^31 - 1 rows arrive at a rank. */
 EP_API ep_status_t ep_plan_update(ep_plan_t *plan, const ep_tensor_t *topk_idx, const ep_options_t *options,
                                   void *stream);
 
@@ -502,7 +505,8 @@ EP_API ep_status_t ep_dispatch(ep_plan_t *plan, const ep_dispatch_inputs_t *inpu
 
 /* The order in which a token's terms are added. All sums are fp32; each term is one fused multiply-add;
  * the result is rounded once, to nearest even, to the dtype of the output. The sum starts from
- * bias[0] + bias[1] (one fp32 addition), from bias[0], or from +0. Dropped rows and -1 slots have no term.
+ * bias[0] + bias[1] (one fp32 addition), from the one that is given, or from +0. Dropped rows and -1
+ * slots have no term.
  * A NaN result is 0x7FFFFFFF (fp32) or 0x7FFF (bf16, fp16), whatever its origin.
  * x(k) is the row of slot k, w(k) its topk_weight or 1, P(r) the partial sum of rank r:
  * expert-major: from +0, fma(w(k), x(k), .) over its slots k ascending; flat: the row itself.

@@ -45,6 +45,7 @@ fn assertions() -> String {
         ("num_payloads", offset_of!(DescBody, num_payloads)),
         ("row_bytes", offset_of!(DescBody, row_bytes)),
         ("wants", offset_of!(DescBody, wants)),
+        ("plan_fields", offset_of!(DescBody, plan_fields)),
         ("capacity", offset_of!(DescBody, capacity)),
         ("places", offset_of!(DescBody, places)),
     ];

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 /// Version of everything in this file; ranks of one group must agree.
-pub const WIRE_VERSION: u32 = 2;
+pub const WIRE_VERSION: u32 = 3;
 /// Descriptors in flight per (lane, pair).
 pub const DEPTH: u64 = 3;
 /// Size of a peer's line of words.
@@ -72,8 +72,10 @@ pub struct DescBody {
     pub row_bytes: [u32; MAX_PAYLOADS],
     /// `WANTS_`.
     pub wants: u32,
+    /// `topk`, `num_experts`, `layout`, `expert_alignment`, for the text about hashes that differ.
+    pub plan_fields: [u32; 4],
     /// Zero.
-    pub reserved: [u32; 15],
+    pub reserved: [u32; 11],
     /// Rows that fit.
     pub capacity: u64,
     /// Where the payloads lie.

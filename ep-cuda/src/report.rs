@@ -4,6 +4,7 @@ use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use ep_core::config::ErrorInfo;
+use ep_core::host::dtypes_differ;
 use ep_core::{Status, wire};
 
 use crate::args::{Report, site};
@@ -116,10 +117,18 @@ fn difference(what: u32, own: u64, peer: u64) -> String {
         }
         site::PLAN_EPOCH => format!("their plans were updated in different calls, {own} and {peer}"),
         site::NUM_PAYLOADS => format!("num_payloads: {own} and {peer}"),
-        site::DTYPES => format!("dtypes of the payloads (a byte each): {own:#x} and {peer:#x}"),
+        site::DTYPES => dtypes_differ(own as u32, peer as u32, name_of_row),
         site::FLAGS => format!("weights, reduce_order or wire_dtype (flags {own:#x} and {peer:#x})"),
-        _ => format!("bytes of a row of payload {}: {own} and {peer}", what.saturating_sub(site::ROW_BYTES)),
+        _ => {
+            let name = name_of_row(what.saturating_sub(site::ROW_BYTES) as usize);
+            format!("bytes of a row of {name}: {own} and {peer}")
+        }
     }
+}
+
+/// A report does not say of which operation it is: the first payload may be the rows of a combine.
+fn name_of_row(i: usize) -> String {
+    if i == 0 { String::from("payloads[0], or of a combine's rows") } else { format!("payloads[{i}]") }
 }
 
 /// The entry of a descriptor's operation.
@@ -173,7 +182,8 @@ mod tests {
         let (dispatch, combine) = (u64::from(wire::OP_DISPATCH), u64::from(wire::OP_COMBINE));
         for (text, part) in [
             (mismatch(site::OP, dispatch, combine), "one is in ep_dispatch, the other in ep_combine"),
-            (mismatch(site::ROW_BYTES + 2, 64, 32), "row of payload 2: 64 and 32"),
+            (mismatch(site::ROW_BYTES + 2, 64, 32), "row of payloads[2]: 64 and 32"),
+            (mismatch(site::DTYPES, 0x103, 0x203), "payloads[1]: EP_DTYPE_BF16 and EP_DTYPE_F16"),
             (mismatch(site::FAILED, 0, 0), "failed before it began"),
         ] {
             assert!(text.contains(part) && text.contains("ranks 1 and 3"), "{text} should contain {part}");

@@ -165,10 +165,10 @@ fn each_kind_of_mismatch_says_what_differs() {
     let kinds: [(Call, Call, &str); 7] = [
         (Call::Update(0), Call::Dispatch(0), "in ep_"),
         (Call::Dispatch(0), Call::Combine(0), "in ep_"),
-        (Call::Update(0), Call::Update(1), "different configs"),
-        (Call::Dispatch(0), Call::Dispatch(1), "different configs"),
+        (Call::Update(0), Call::Update(1), "different configs, "),
+        (Call::Dispatch(0), Call::Dispatch(1), "different configs, "),
         (Call::Dispatch(0), Call::Dispatch(2), "updated in different calls"),
-        (Call::Dispatch(0), Call::DispatchFewerCols(0), "bytes of a row of payload 0: "),
+        (Call::Dispatch(0), Call::DispatchFewerCols(0), "bytes of a row of payloads[0]: "),
         (Call::Combine(0), Call::CombineByRank(0), "reduce_order"),
     ];
     let _watchdog = Watchdog::new("kinds of mismatches", LONG);

@@ -173,6 +173,6 @@ impl Exchange<'_> {
 
     /// Whether a signature equals this rank's.
     fn matches_body(&self, body: &DescBody) -> bool {
-        super::exchange::difference(self.own(), body).is_none()
+        super::difference::difference(self.own(), body).is_none()
     }
 }

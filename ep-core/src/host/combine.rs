@@ -187,6 +187,7 @@ fn describe(shape: &PlanShape, updated: &Updated, call: &CombineCall, windows: &
     let mut body = DescBody {
         plan_epoch: updated.epoch,
         plan_hash: shape.hash,
+        plan_fields: shape.described(),
         op: OP_COMBINE,
         num_payloads: 1,
         dtypes: call.rows.dtype as u32,

@@ -119,6 +119,7 @@ fn describe(shape: &PlanShape, updated: &Updated, call: &DispatchCall, windows: 
     let mut body = DescBody {
         plan_epoch: updated.epoch,
         plan_hash: shape.hash,
+        plan_fields: shape.described(),
         op: OP_DISPATCH,
         num_payloads: call.num_payloads as u32,
         flags: if call.topk_weights.is_some() { FLAG_TOPK_WEIGHTS } else { 0 },

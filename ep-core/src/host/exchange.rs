@@ -9,6 +9,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 use super::between::BetweenState;
+use super::difference::{difference, op_name};
 use super::rank_set::RankSet;
 use super::request::RequestRing;
 use super::ring::{RingReader, RingWriter};
@@ -18,10 +19,7 @@ use crate::engine::{Group, LaneState};
 use crate::error::{Error, Result, Status};
 use crate::mem::Words;
 use crate::perturb::Stop;
-use crate::wire::{
-    DESC_BYTES, DescBody, FLAG_ORDER_SHIFT, FLAG_ROW_WEIGHTS, FLAG_TOPK_WEIGHTS, FLAG_WIRE_BF16, OP_COMBINE,
-    OP_DISPATCH, OP_FAILED, OP_PLAN, line,
-};
+use crate::wire::{DESC_BYTES, DescBody, OP_COMBINE, line};
 
 /// One call in progress on this rank.
 pub(crate) struct Exchange<'a> {
@@ -543,55 +541,4 @@ pub(crate) fn store_fence() {
     fence(Ordering::Release);
     #[cfg(target_arch = "x86_64")]
     let _ = fence;
-}
-
-fn op_name(op: u32) -> &'static str {
-    match op {
-        OP_PLAN => "ep_plan_update",
-        OP_DISPATCH => "ep_dispatch",
-        OP_COMBINE => "ep_combine",
-        OP_FAILED => "a queued call that failed",
-        _ => "an unknown call",
-    }
-}
-
-/// How two signatures differ, for a person; None if they are equal.
-pub(super) fn difference(own: &DescBody, peer: &DescBody) -> Option<String> {
-    if own.op == OP_FAILED || peer.op == OP_FAILED {
-        return Some(String::from(
-            "the queued call of one of them failed before it began; its stream says why",
-        ));
-    }
-    if own.op != peer.op {
-        return Some(format!("one is in {}, the other in {}", op_name(own.op), op_name(peer.op)));
-    }
-    if own.plan_hash != peer.plan_hash {
-        return Some(String::from("their plans have different configs (topk, experts, layout or alignment)"));
-    }
-    if own.plan_epoch != peer.plan_epoch {
-        return Some(format!(
-            "their plans were updated in different calls, {} and {}",
-            own.plan_epoch, peer.plan_epoch
-        ));
-    }
-    let fields = [
-        ("num_payloads", own.num_payloads, peer.num_payloads),
-        ("dtypes of the payloads (a byte each)", own.dtypes, peer.dtypes),
-        ("bytes of a row of payload 0", own.row_bytes[0], peer.row_bytes[0]),
-        ("bytes of a row of payload 1", own.row_bytes[1], peer.row_bytes[1]),
-        ("bytes of a row of payload 2", own.row_bytes[2], peer.row_bytes[2]),
-        ("bytes of a row of payload 3", own.row_bytes[3], peer.row_bytes[3]),
-    ];
-    if let Some((name, own, peer)) = fields.into_iter().find(|(_, own, peer)| own != peer) {
-        return Some(format!("{name}: {own} and {peer}"));
-    }
-    let options = [
-        (FLAG_TOPK_WEIGHTS, "one carries inputs.topk_weights, the other does not"),
-        (FLAG_ROW_WEIGHTS, "one returns inputs.row_weights, the other does not"),
-        (3 << FLAG_ORDER_SHIFT, "their reduce_order differs"),
-        (FLAG_WIRE_BF16, "their wire_dtype differs"),
-    ];
-    let differing = own.flags ^ peer.flags;
-    let found = options.into_iter().find(|(bits, _)| differing & bits != 0);
-    found.map(|(_, text)| String::from(text))
 }

@@ -31,7 +31,8 @@ pub(crate) fn update(
     state: &mut PlanState<'_>,
     call: &UpdateCall,
 ) -> Result<Updated> {
-    let body = DescBody { op: OP_PLAN, plan_hash: shape.hash, ..DescBody::default() };
+    let (plan_hash, plan_fields) = (shape.hash, shape.described());
+    let body = DescBody { op: OP_PLAN, plan_hash, plan_fields, ..DescBody::default() };
     let mut exchange = Exchange::begin(group, shape.lane, lane, body, call.deadline);
     // SAFETY: the caller of `Plan::update` vouches for the ids until the call is done.
     unsafe { count(&call.routing, shape, state) };

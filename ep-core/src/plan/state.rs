@@ -80,6 +80,7 @@ impl PlanShape {
             )));
         }
         let experts = ExpertMap::new(config, num_ranks, max_local_experts)?;
+        padding_fits(config, &experts)?;
         let mut shape = PlanShape {
             experts,
             rank,
@@ -117,6 +118,11 @@ impl PlanShape {
             .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
     }
 
+    /// What a descriptor says of the config, see [`crate::wire::DescBody::plan_fields`].
+    pub fn described(&self) -> [u32; 4] {
+        [self.topk as u32, self.experts.num_experts() as u32, self.layout as u32, self.alignment as u32]
+    }
+
     /// Ranks of the group.
     pub fn num_ranks(&self) -> usize {
         self.experts.num_ranks()
@@ -130,6 +136,25 @@ impl PlanShape {
     /// Words that a source tells this rank per plan: tokens, and assignments per local expert.
     pub fn column_words(&self) -> usize {
         1 + self.num_local()
+    }
+}
+
+/// Refuses what could not be numbered even if each expert got a single row. Every rank computes it for all, so that
+/// all refuse alike.
+fn padding_fits(config: &PlanConfig, experts: &ExpertMap) -> Result<()> {
+    let alignment = u64::from(config.expert_alignment);
+    let padded = |rank: usize| alignment * experts.num_local(rank) as u64;
+    match (0..experts.num_ranks()).find(|&rank| padded(rank) > MAX_ROWS as u64) {
+        None => Ok(()),
+        Some(rank) => Err(Error::new(
+            crate::Status::Capacity,
+            format!(
+                "expert_alignment {alignment} makes {} rows of the {} experts of rank {rank}, at most {MAX_ROWS} can \
+                 be numbered",
+                padded(rank),
+                experts.num_local(rank)
+            ),
+        )),
     }
 }
 
@@ -294,15 +319,10 @@ impl<'a> PlanState<'a> {
     /// Turns the column of counts into first rows, by prefix sums. Returns the rows that arrive here.
     ///
     /// # Errors
-    /// [`crate::Status::Capacity`] if they are more than a row number can hold.
+    /// [`crate::Status::Aborted`], with their number, if they are more than a row number can hold: the peers have
+    /// ended the update by then.
     pub fn place_rows(&mut self, shape: &PlanShape) -> Result<u64> {
         let (words, local) = (shape.column_words(), shape.num_local());
-        let too_many = |rows: u64| {
-            crate::Error::new(
-                crate::Status::Capacity,
-                format!("{rows} rows arrive at rank {}, at most {MAX_ROWS} can be numbered", shape.rank),
-            )
-        };
         let mut tokens = 0u64;
         for source in 0..shape.num_ranks() {
             self.base[source * words] = tokens as u32;
@@ -318,9 +338,6 @@ impl<'a> PlanState<'a> {
                 row += u64::from(self.column[source * words + 1 + expert]);
             }
             self.expert_rows[expert] = (row - start) as u32;
-            if row > MAX_ROWS as u64 {
-                return Err(too_many(row));
-            }
         }
         row = row.next_multiple_of(shape.alignment as u64);
         self.expert_start[local] = row as u32;
@@ -328,6 +345,18 @@ impl<'a> PlanState<'a> {
             Layout::Flat => tokens,
             Layout::ExpertMajor => row,
         };
-        if rows > MAX_ROWS as u64 { Err(too_many(rows)) } else { Ok(rows) }
+        // Flat rows are fewer than assignments, whose positions must fit too.
+        let most = rows.max(row);
+        if most <= MAX_ROWS as u64 {
+            return Ok(rows);
+        }
+        Err(crate::Error::new(
+            crate::Status::Aborted,
+            format!(
+                "{most} rows arrive at rank {}, at most {MAX_ROWS} can be numbered; the group is broken. Send fewer \
+                 tokens in an update, or spread the experts over more ranks",
+                shape.rank
+            ),
+        ))
     }
 }

@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 enum {
-    EP_WIRE_VERSION = 2,
+    EP_WIRE_VERSION = 3,
     EP_WIRE_DEPTH = 3,        /* descriptors in flight per (lane, pair): epochs e, e+1, e+2 */
     EP_WIRE_LINE_BYTES = 128, /* two cache lines: adjacent-line prefetch would couple neighbours */
     EP_WIRE_MAX_PAYLOADS = 4,
@@ -71,7 +71,10 @@ typedef struct ep_wire_desc {
     uint32_t row_bytes[EP_WIRE_MAX_PAYLOADS];
 
     uint32_t wants;
-    uint32_t reserved[15];
+    /* topk, num_experts, layout, expert_alignment: only for the text about plan_hashes that differ. 0 where the
+     * writer is a device. */
+    uint32_t plan_fields[4];
+    uint32_t reserved[11];
     uint64_t capacity;
     ep_wire_place_t places[EP_WIRE_MAX_PAYLOADS];
 } ep_wire_desc_t;

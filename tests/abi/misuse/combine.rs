@@ -195,3 +195,21 @@ fn combine_refuses_pointers_that_are_no_structs() {
         assert_refused(&fixture, &args, expected, found);
     }
 }
+
+#[test]
+fn either_bias_may_be_given_alone() {
+    let fixture = Fixture::new();
+    let combined = |which: Option<usize>| {
+        let mut args = Args::new(&fixture, fixture.plan);
+        args.rows.fill(0.25);
+        if let Some(which) = which {
+            args.give.bias[which] = args.send.payloads[0];
+        }
+        assert_ok(args.combine());
+        args.out.combined.clone()
+    };
+    let (none, first, second) = (combined(None), combined(Some(0)), combined(Some(1)));
+    assert_eq!(first, second);
+    let tokens = &Args::new(&fixture, fixture.plan).tokens;
+    assert!(none.iter().zip(tokens).zip(&first).all(|((sum, bias), with)| sum + bias == *with));
+}

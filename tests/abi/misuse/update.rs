@@ -133,3 +133,56 @@ fn a_refused_update_leaves_the_earlier_routing() {
     assert_ok(args.dispatch());
     assert_eq!(args.out.num_rows[0], ROWS as i64);
 }
+
+/// A group of one rank for as many experts as pad `u32` rows, and a plan whose experts begin at multiples of
+/// `alignment`.
+fn aligned_plan(num_experts: u32, alignment: u32, max_tokens: u64) -> (*mut EpGroup, EpStatus, *mut EpPlan) {
+    let config = EpGroupConfig { max_local_experts: num_experts, ..zeroed() };
+    let (mut group, mut plan) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: every pointer is to a local of the right type.
+    unsafe {
+        assert_ok(ep_group_create_versioned(ep_version(), &config, &bootstrap_alone(), &mut group));
+        let config =
+            EpPlanConfig { topk: 1, num_experts, max_tokens, expert_alignment: alignment, ..plan_config(1) };
+        let status = ep_plan_create(group, &config, ptr::null_mut(), 0, &mut plan);
+        (group, status, plan)
+    }
+}
+
+#[test]
+fn padding_that_no_row_number_can_hold_is_refused_when_the_plan_is_made() {
+    let (group, status, plan) = aligned_plan(2048, 1 << 20, 10);
+    let text = last_error();
+    assert_eq!(status, Status::Capacity.code(), "{text}");
+    for part in ["expert_alignment 1048576", "2147483648 rows", "2048 experts of rank 0", "2147483647"] {
+        assert!(text.contains(part), "{text} does not say {part}");
+    }
+    assert!(plan.is_null());
+    // SAFETY: the group is the test's.
+    assert_ok(unsafe { ep_group_destroy(group, 0) });
+}
+
+/// Nothing is known of it before the counts of all ranks are there: the peers' updates have ended by then, so the
+/// group breaks, with a status that says so.
+#[test]
+fn rows_that_no_number_can_hold_break_the_group_and_are_counted() {
+    let num_experts = 2047;
+    let tokens = (1 << 20) + num_experts as usize;
+    let (group, status, plan) = aligned_plan(num_experts, 1 << 20, tokens as u64);
+    assert_ok(status);
+    // One row for each expert, and as many more for one as begin a second region.
+    let mut idx: Vec<i32> = (0..tokens as i32).map(|i| if i < 2047 { i } else { 0 }).collect();
+    let idx = matrix(&mut idx, Dtype::I32, tokens, 1);
+    // SAFETY: the tensor is the test's.
+    let update = || unsafe { ep_plan_update(plan, &idx, ptr::null(), ptr::null_mut()) };
+    assert_eq!(update(), Status::Aborted.code(), "{}", last_error());
+    let rows = 2048u64 << 20;
+    assert!(last_error().contains(&format!("{rows} rows arrive at rank 0")), "{}", last_error());
+    assert_eq!(update(), Status::Aborted.code(), "{}", last_error());
+    assert!(last_error().contains(&rows.to_string()), "{}", last_error());
+    // SAFETY: the handles are the test's.
+    unsafe {
+        assert_ok(ep_plan_destroy(plan));
+        assert_ok(ep_group_destroy(group, 0));
+    }
+}
