@@ -98,18 +98,11 @@ impl Shape {
         }
     }
 
-    fn num_local(&self, rank: usize) -> usize {
-        self.num_experts / self.num_ranks + usize::from(rank < self.num_experts % self.num_ranks)
-    }
-
     pub(crate) fn owner(&self, expert: usize) -> usize {
-        let mut first = 0;
-        (0..self.num_ranks)
-            .find(|&rank| {
-                first += self.num_local(rank);
-                expert < first
-            })
-            .expect("the expert exists")
+        let (each, more) = (self.num_experts / self.num_ranks, self.num_experts % self.num_ranks);
+        // The first ranks have one more.
+        let of_first = more * (each + 1);
+        if expert < of_first { expert / (each + 1) } else { more + (expert - of_first) / each }
     }
 
     /// Rows that fit whatever the routing.

@@ -102,8 +102,9 @@ impl Exchange<'_> {
         let head = RelayDesc {
             epoch: self.epoch,
             body: *self.own(),
-            rows_first: sent.rows,
-            requests_first: sent.requests,
+            // Not the next numbers: rows and requests may leave before a descriptor that has to wait for its slot.
+            rows_first: sent.rows_first,
+            requests_first: sent.requests_first,
             num_tokens: told.num_tokens(index) as u32,
             num_ranks: cell.ranks.len() as u32,
             reserved: [0; 2],

@@ -144,7 +144,7 @@ pub(crate) fn combine(
             exchange.check_deadline("its tokens")?;
             exchange.progressed();
         } else {
-            exchange.wait(bell, |exchange| missing(exchange, &combine, between, &owner))?;
+            exchange.wait(bell, |exchange| missing(exchange, &combine, between, &owner, &gatherer))?;
         }
     }
     discard_rest(&exchange, rings);
@@ -159,6 +159,7 @@ fn missing(
     combine: &Combine<'_>,
     between: &BetweenState,
     owner: &Owner<'_>,
+    gatherer: &Gatherer<'_>,
 ) -> Missing {
     let sources = combine.group.topology.sources().iter().zip(&between.sources);
     let asking = sources.filter(|(_, state)| !state.is_done()).map(|(source, _)| source.rank);
@@ -166,6 +167,7 @@ fn missing(
         .missing_places(exchange)
         .or_else(|| exchange.missing_remotes("the rows' place", between))
         .or_else(|| owner.missing_pieces(exchange))
+        .or_else(|| gatherer.missing_pieces(exchange, owner.holders()))
         .or_else(|| missing_answers(exchange, combine, &between.cells, owner.token()))
         .or_else(|| Missing::of(asking, "its questions"))
         .or_else(|| owner.missing_ends(exchange))

@@ -57,11 +57,6 @@ pub(crate) struct RowEnd {
     pub(crate) col_pitch: usize,
 }
 
-impl RowEnd {
-    /// No row.
-    pub(crate) const NONE: RowEnd = RowEnd { address: std::ptr::null_mut(), col_pitch: 0 };
-}
-
 /// Copies `cols` elements of `element` bytes each between rows of any column pitch.
 ///
 /// # Safety

@@ -5,12 +5,12 @@ use super::between::BetweenState;
 use super::copy::RowEnd;
 use super::dispatch::Dispatch;
 use super::exchange::{Exchange, Missing};
-use super::item::{Item, Origin, Payloads, Sent, Tally, send_item};
+use super::item::{Item, Sent, Tally, send_item};
 use super::pack::padded;
 use super::scratch::Sending;
 use super::scratch_between::SourceState;
 use super::store::Filling;
-use crate::config::{Layout, MAX_PAYLOADS, PeerStats};
+use crate::config::{Layout, PeerStats};
 use crate::engine::{Net, RingPositions, Source};
 use crate::error::Result;
 use crate::net::Kind;
@@ -212,7 +212,7 @@ impl<'a> Forwarder<'a> {
                 if dispatch.shape.layout == Layout::Flat && first_row + u64::from(position) >= peer.capacity {
                     self.tally.dropped += u64::from(current.first_piece() == 0);
                 } else {
-                    let item = record.item(dispatch, source, position, tail);
+                    let item = Relayed { dispatch, record, source, position, tail };
                     let (pieces, tally) = (&mut current.pieces, &mut self.tally);
                     if send_item(dispatch, peer, rank, &item, filling, pieces, tally) == Sent::Full {
                         return Ok(false);
@@ -327,28 +327,62 @@ impl<'a> Record<'a> {
         }
     }
 
-    fn item(&self, dispatch: &Dispatch<'_>, source: usize, position: u32, tail: *const u32) -> Item<'_> {
-        let payloads = if self.piece == WHOLE {
-            let mut rows = [RowEnd::NONE; MAX_PAYLOADS];
-            let mut at = self.payloads.cast_mut();
-            for (row, input) in rows.iter_mut().zip(&dispatch.call.inputs) {
-                let Some(input) = input else { continue };
-                *row = RowEnd { address: at, col_pitch: input.dtype.bytes() };
-                at = at.wrapping_add(padded(input.row_bytes()));
-            }
-            Payloads::Whole(rows)
-        } else {
-            Payloads::Piece { number: self.piece as usize, data: self.payloads }
-        };
-        Item {
-            origin: Some(Origin { rank: source }),
-            token: self.token,
-            position,
-            experts: self.experts,
-            slot_pos: self.positions,
-            weights: self.weights,
-            tail,
-            payloads,
+    /// Where the payload `i` begins among those of the token.
+    fn payload(&self, dispatch: &Dispatch<'_>, i: usize) -> *mut u8 {
+        let before = dispatch.call.inputs[..i].iter().flatten();
+        self.payloads.cast_mut().wrapping_add(before.map(|input| padded(input.row_bytes())).sum())
+    }
+}
+
+/// A token of another node, on its way to one rank.
+struct Relayed<'a> {
+    dispatch: &'a Dispatch<'a>,
+    record: Record<'a>,
+    source: usize,
+    position: u32,
+    tail: *const u32,
+}
+
+impl Item for Relayed<'_> {
+    fn source(&self) -> Option<usize> {
+        Some(self.source)
+    }
+
+    fn token(&self) -> u32 {
+        self.record.token
+    }
+
+    fn position(&self) -> u32 {
+        self.position
+    }
+
+    fn experts(&self) -> &[i32] {
+        self.record.experts
+    }
+
+    fn slot_pos(&self) -> &[u32] {
+        self.record.positions
+    }
+
+    fn weights(&self) -> Option<RowEnd> {
+        self.record.weights
+    }
+
+    fn tail(&self) -> *const u32 {
+        self.tail
+    }
+
+    fn is_whole(&self) -> bool {
+        self.record.piece == WHOLE
+    }
+
+    fn row(&self, i: usize, start: usize, piece: usize) -> Option<RowEnd> {
+        let col_pitch = self.dispatch.call.inputs[i].as_ref()?.dtype.bytes();
+        if self.is_whole() {
+            let address = self.record.payload(self.dispatch, i).wrapping_add(start);
+            return Some(RowEnd { address, col_pitch });
         }
+        let here = self.record.piece as usize == piece;
+        here.then_some(RowEnd { address: self.record.payloads.cast_mut(), col_pitch })
     }
 }

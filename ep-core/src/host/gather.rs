@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use super::ask::record_bytes;
 use super::combine::Combine;
 use super::copy::copy_bytes;
-use super::exchange::Exchange;
-use super::pieces::{Pieces, direct_weights, slot_of_weight};
+use super::exchange::{Exchange, Missing};
+use super::pieces::{Pieces, direct_weights, missing_pieces, slot_of_weight};
 use super::reduce::{Close, Reduction, Term, Values, reduce_partial};
 use super::response::{Form, Mask, set};
 use super::scratch::{Fetching, Piecing};
@@ -123,6 +123,11 @@ impl<'a> Gatherer<'a> {
         Ok(progress)
     }
 
+    /// The ranks of this node whose rows, for the token in progress, are not in their rings.
+    pub(super) fn missing_pieces(&self, exchange: &Exchange<'_>, holders: &[Fetching]) -> Missing {
+        missing_pieces(exchange, self.opened, holders, self.piecing)
+    }
+
     /// Finds new questions. Those of calls that failed are answered with nothing.
     fn take_up(&mut self, net: &Net, exchange: &Exchange<'_>, sources: &mut [SourceState]) -> Result<bool> {
         let mut progress = false;
@@ -141,6 +146,10 @@ impl<'a> Gatherer<'a> {
                 sent.map_err(|error| exchange.defect(source.rank, error))?;
                 state.answered += 1;
                 progress = true;
+            }
+            if state.answered < state.requests_first {
+                // An old question has not landed yet; to answer a new one first would pass it over for ever.
+                continue;
             }
             while let Some(message) = net.port.landed(source.link, requests, state.accepted) {
                 // SAFETY: a landed slot begins with a header, and stays until its question is answered.

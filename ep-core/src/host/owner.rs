@@ -4,7 +4,7 @@ use super::ask::{Answer, answer, finish_answer};
 use super::combine::Combine;
 use super::exchange::{Exchange, Missing};
 use super::item::row_end;
-use super::pieces::{Pieces, direct_weights, own_place, slot_of_weight};
+use super::pieces::{Pieces, direct_weights, missing_pieces, own_place, slot_of_weight};
 use super::reduce::{Close, Reduction, Term, Values, reduce};
 use super::response::{Form, has};
 use super::scratch::{DirectPlace, Fetching, Piecing};
@@ -382,10 +382,7 @@ impl<'a> Owner<'a> {
 
     /// The ranks of this node whose rows, for the token in progress, are not in their rings.
     pub(super) fn missing_pieces(&self, exchange: &Exchange<'_>) -> Missing {
-        exchange.missing_locals("rows through the ring", |place| {
-            let piecing = &self.pieces[place];
-            self.opened && piecing.rows > 0 && self.holders[place].rows.is_none() && piecing.piece.is_none()
-        })
+        missing_pieces(exchange, self.opened, self.holders, self.pieces)
     }
 
     /// The ranks of this node that still read this rank's rows.

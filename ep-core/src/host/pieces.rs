@@ -2,7 +2,7 @@
 //! one holder has of one token.
 
 use super::combine::{Combine, padded};
-use super::exchange::Exchange;
+use super::exchange::{Exchange, Missing};
 use super::scratch::{DirectPlace, Fetching, Piecing};
 use super::wanted::Wanted;
 use crate::config::Layout;
@@ -128,6 +128,19 @@ impl Pieces<'_> {
             }
         }
     }
+}
+
+/// The ranks of this node whose rows of the token in progress, if there is one, are not in their rings.
+pub(super) fn missing_pieces(
+    exchange: &Exchange<'_>,
+    opened: bool,
+    holders: &[Fetching],
+    pieces: &[Piecing],
+) -> Missing {
+    exchange.missing_locals("rows through the ring", |place| {
+        let piecing = &pieces[place];
+        opened && piecing.rows > 0 && holders[place].rows.is_none() && piecing.piece.is_none()
+    })
 }
 
 /// The slot of the i-th weight that the rank at `place` returned for a token: in flat layout slot i, in expert-major

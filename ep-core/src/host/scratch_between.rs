@@ -21,7 +21,8 @@ pub(crate) struct CellState {
     pub(super) piece: usize,
     /// The column from which that token is asked for.
     pub(super) next_col: usize,
-    /// Requests that were sent before this call.
+    /// Messages of rows, and requests, that were sent before this call.
+    pub(super) rows_first: u64,
     pub(super) requests_first: u64,
     /// The next token of which the answer is read, an index as `next`, and its column.
     pub(super) read: usize,
@@ -35,7 +36,8 @@ impl CellState {
     /// Keeps the numbers of messages.
     pub(super) fn begin_call(&mut self) {
         let CellState { rows, requests, responses, .. } = *self;
-        *self = CellState { rows, requests, responses, requests_first: requests, ..CellState::default() };
+        let (rows_first, requests_first) = (rows, requests);
+        *self = CellState { rows, requests, responses, rows_first, requests_first, ..CellState::default() };
     }
 }
 

@@ -3,7 +3,7 @@
 use super::copy::RowEnd;
 use super::dispatch::{Dispatch, bad_place};
 use super::exchange::{Exchange, PeerDesc};
-use super::item::{Item, Payloads, Sent, row_end, send_item};
+use super::item::{Item, Sent, row_end, send_item};
 use super::scratch::{DirectPlace, Sending};
 use super::store::Filling;
 use crate::config::Layout;
@@ -178,7 +178,8 @@ impl<'a> Sender<'a> {
         let before = (peer.next, peer.pieces);
         peer.blocked = false;
         while peer.next < peer.end && tokens[peer.next] < limit {
-            let item = own_item(self.dispatch, peer, tokens[peer.next] as usize);
+            let (token, position) = (tokens[peer.next] as usize, peer.next);
+            let item = OwnToken { dispatch: self.dispatch, token, position, tail: peer.tail };
             let (mut pieces, mut tally) = (peer.pieces, peer.tally);
             let sent = send_item(self.dispatch, peer, rank, &item, &mut filling, &mut pieces, &mut tally);
             (peer.pieces, peer.tally) = (pieces, tally);
@@ -195,24 +196,66 @@ impl<'a> Sender<'a> {
     }
 }
 
-/// A token of this rank, next for `peer`.
-fn own_item<'a>(dispatch: &Dispatch<'a>, peer: &Sending, token: usize) -> Item<'a> {
-    let (call, topk) = (dispatch.call, dispatch.shape.topk);
-    let slots = token * topk..(token + 1) * topk;
-    let mut rows = [RowEnd::NONE; MAX_PAYLOADS];
-    for (row, input) in rows.iter_mut().zip(&call.inputs) {
-        if let Some(input) = input {
-            *row = row_end(input, token, 0);
-        }
+/// A token of this rank.
+struct OwnToken<'a> {
+    dispatch: &'a Dispatch<'a>,
+    token: usize,
+    /// Its place in the list of tokens for the destination.
+    position: usize,
+    tail: *const u32,
+}
+
+impl OwnToken<'_> {
+    fn slots(&self) -> std::ops::Range<usize> {
+        let topk = self.dispatch.shape.topk;
+        self.token * topk..(self.token + 1) * topk
     }
-    Item {
-        origin: None,
-        token: token as u32,
-        position: peer.next as u32,
-        experts: &dispatch.state.expert[slots.clone()],
-        slot_pos: &dispatch.state.slot_pos[slots],
-        weights: call.topk_weights.as_ref().map(|weights| row_end(weights, token, 0)),
-        tail: peer.tail,
-        payloads: Payloads::Whole(rows),
+}
+
+impl Item for OwnToken<'_> {
+    #[inline(always)]
+    fn source(&self) -> Option<usize> {
+        None
+    }
+
+    #[inline(always)]
+    fn token(&self) -> u32 {
+        self.token as u32
+    }
+
+    #[inline(always)]
+    fn position(&self) -> u32 {
+        self.position as u32
+    }
+
+    #[inline(always)]
+    fn experts(&self) -> &[i32] {
+        &self.dispatch.state.expert[self.slots()]
+    }
+
+    #[inline(always)]
+    fn slot_pos(&self) -> &[u32] {
+        &self.dispatch.state.slot_pos[self.slots()]
+    }
+
+    #[inline(always)]
+    fn weights(&self) -> Option<RowEnd> {
+        self.dispatch.call.topk_weights.as_ref().map(|weights| row_end(weights, self.token, 0))
+    }
+
+    #[inline(always)]
+    fn tail(&self) -> *const u32 {
+        self.tail
+    }
+
+    #[inline(always)]
+    fn is_whole(&self) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize, start: usize, _piece: usize) -> Option<RowEnd> {
+        let input = self.dispatch.call.inputs[i].as_ref()?;
+        Some(row_end(input, self.token, start / input.dtype.bytes()))
     }
 }
