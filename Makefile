@@ -23,7 +23,7 @@ build: ## Build the libraries and the `ep` command (release).
 
 demo: ## Run dispatch and combine among processes on this machine and check the result.
 	@scripts/setup.sh demo
-	$(CARGO) run --release --locked --quiet -p ep-cli -- demo
+	$(CARGO) run --release --locked -p ep-cli -- demo
 
 test: ## Run every check of scripts/test.sh, then list what ran, failed or was skipped.
 	@scripts/setup.sh test cuda

@@ -254,3 +254,21 @@ fn window_that_is_used_after_one_rank_released_it_is_an_error_on_all() {
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     });
 }
+
+/// The system answers a file above the limit with a signal that ends the process.
+#[test]
+fn window_above_the_limit_of_files_is_an_error_and_no_signal() {
+    if role().is_none() {
+        let test = "windows::window_above_the_limit_of_files_is_an_error_and_no_signal";
+        return Rank::spawn(test, "x", &Scratch::new()).finish();
+    }
+    run_calm(1, LONG, |group| {
+        let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+        // SAFETY: the address of a struct of the right type.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) }, 0);
+        let error = Window::allocate(group, (1 << 20) + 1).err().expect("the window is above the limit");
+        assert_eq!(error.status, Status::OutOfMemory, "{error}");
+        assert!(error.message.contains("1048576 bytes") && error.message.contains("ulimit -f"), "{error}");
+        Window::allocate(group, 1 << 20).expect("the window is as large as the limit");
+    });
+}

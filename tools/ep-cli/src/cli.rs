@@ -163,7 +163,8 @@ pub(crate) struct BenchArgs {
     /// A smoke run: small shapes of its own, every path once, all results verified
     #[arg(long)]
     pub(crate) quick: bool,
-    /// Measure an MPI program that does the same, in turns with ours
+    /// Measure an MPI program that does the same, in turns with ours. It is compiled when it is asked for: that needs
+    /// the source tree that this `ep` was built from, cargo, and Open MPI (mpicc, mpirun)
     #[arg(long)]
     pub(crate) peer: Option<PeerKind>,
     /// One JSON object a line

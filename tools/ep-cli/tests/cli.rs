@@ -105,6 +105,11 @@ fn mistakes_are_told_with_what_was_expected() {
         ("demo --tokens 5000", "2048"),
         ("demo --layers 9", "4"),
         ("bench plan --peer mpi", "plan"),
+        // Before anything is measured: the run would take minutes.
+        (
+            "bench dispatch --tokens 8192 --time 600 --plot /nowhere/x.svg",
+            "--plot cannot write /nowhere/x.svg",
+        ),
         ("bench dispatch --layout expert-major --peer mpi", "flat"),
     ] {
         let text = fails(arguments);

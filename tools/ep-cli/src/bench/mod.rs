@@ -49,6 +49,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if let Some(BenchPart::Fabric(args)) = &args.part {
         return fabric::run(args);
     }
+    if let Some(path) = &args.plot {
+        plot::check(path)?;
+    }
     let shapes = if args.quick { sweep::quick(args)? } else { sweep::shapes(args)? };
     let timeout = Duration::from_secs(args.timeout);
     let (placement, network) = args.between.placement(args.ranks, timeout)?;

@@ -1,5 +1,6 @@
 //! The chart of a sweep: time over tokens.
 
+use std::fs::OpenOptions;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -9,12 +10,29 @@ use super::shape::{Op, RowOrder};
 use super::stats::{Samples, micros};
 use crate::svg::{Chart, Series};
 
+/// Finds out, before anything is measured, whether the chart can be written. What is there stays as it is.
+///
+/// # Errors
+/// If the file cannot be written.
+pub(crate) fn check(path: &Path) -> Result<()> {
+    let is_new = !path.exists();
+    OpenOptions::new().append(true).create(true).open(path).with_context(|| refused(path))?;
+    if is_new {
+        std::fs::remove_file(path).with_context(|| refused(path))?;
+    }
+    Ok(())
+}
+
+fn refused(path: &Path) -> String {
+    format!("--plot cannot write {}", path.display())
+}
+
 /// Writes the chart of `measured` to `path`.
 ///
 /// # Errors
 /// If the file cannot be written.
 pub(crate) fn write(path: &Path, measured: &[Measured]) -> Result<()> {
-    std::fs::write(path, chart(measured).render()).with_context(|| path.display().to_string())
+    std::fs::write(path, chart(measured).render()).with_context(|| refused(path))
 }
 
 fn chart(measured: &[Measured]) -> Chart {

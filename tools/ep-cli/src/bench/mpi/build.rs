@@ -7,9 +7,6 @@ use anyhow::{Result, ensure};
 
 use crate::bench::compile::{check, target_dir, whole};
 
-/// What to install where MPI is missing.
-const INSTALL: &str = "install Open MPI: apt-get install openmpi-bin libopenmpi-dev";
-
 /// Builds the program and returns its path.
 ///
 /// # Errors
@@ -17,18 +14,21 @@ const INSTALL: &str = "install Open MPI: apt-get install openmpi-bin libopenmpi-
 pub(crate) fn build() -> Result<PathBuf> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let source = here.join("mpi/peer.c");
-    ensure!(
-        source.exists(),
-        "--peer mpi compiles {}, which is not there: run `ep bench` from a source tree",
-        source.display()
-    );
-    for tool in ["mpicc", "mpirun"] {
+    let needs = |missing: &str| {
+        format!(
+            "--peer mpi compiles an MPI program: it needs the source tree that this ep was built from ({}), cargo, and \
+             Open MPI (apt-get install openmpi-bin libopenmpi-dev); {missing}",
+            here.display()
+        )
+    };
+    ensure!(source.exists(), needs("the source tree is not there"));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    for tool in [cargo.as_os_str(), "mpicc".as_ref(), "mpirun".as_ref()] {
         let found = Command::new(tool).arg("--version").output();
-        ensure!(found.is_ok(), "--peer mpi needs {tool}, which is not there; {INSTALL}");
+        ensure!(found.is_ok(), needs(&format!("{} does not start", tool.display())));
     }
     let target = target_dir()?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut shared = Command::new(cargo);
+    let mut shared = Command::new(&cargo);
     shared.args(["build", "--release", "--locked", "--quiet", "-p", "ep-peer", "--target-dir"]).arg(&target);
     check("cargo", shared.current_dir(here).output())?;
 

@@ -26,7 +26,6 @@ pub(crate) struct Peer {
     mpirun: Child,
     /// By rank.
     streams: Vec<BufReader<UnixStream>>,
-    _dir: TempDir,
 }
 
 impl Peer {
@@ -46,8 +45,10 @@ impl Peer {
         }
         let listener = UnixListener::bind(dir.path().join("socket"))?;
         let mpirun = mpirun(program, dir.path(), shape).spawn().context("starting mpirun")?;
-        let mut peer = Peer { mpirun, streams: Vec::new(), _dir: dir };
+        let mut peer = Peer { mpirun, streams: Vec::new() };
         peer.meet(&listener, shape.ranks, timeout)?;
+        // A rank that has connected has read its files. They go now, so that a signal leaves nothing behind.
+        dir.close().context("removing the temporary directory")?;
         Ok(peer)
     }
 
