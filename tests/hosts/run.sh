@@ -117,7 +117,8 @@ check_rate() {
     us=$(field p50_us <<<"$line") bytes=$(field bytes <<<"${line#*\"wire\":}")
     # Half of the bytes leave each host, by two cards.
     local part
-    part=$(awk -v us="$us" -v bytes="$bytes" -v rate="$rate" 'BEGIN { printf "%.3f", us / (bytes / 2 * 8 / (2 * rate)) }')
+    part=$(awk -v us="$us" -v bytes="$bytes" -v rate="$rate" \
+        'BEGIN { printf "%.3f", us / (bytes / 2 * 8 / (2 * rate)) }')
     say "at 2 x $rate Mbit/s a host: $us us for $bytes bytes, $part of what the wire takes"
     note_rate="$part of the wire's time at 2 x $rate Mbit/s"
     awk -v part="$part" 'BEGIN { exit !(part <= 1.15) }' || fail "more than 1.15"
@@ -129,7 +130,8 @@ check_rate() {
 broken() {
     local most=$1 what=$2 started status=0
     shift 2
-    bench 2 4 dispatch --tokens 2048 --time 60 --iters 100 --timeout 5 --no-raw --json >"$work/line.json" 2>"$work/error" &
+    bench 2 4 dispatch --tokens 2048 --time 60 --iters 100 --timeout 5 --no-raw --json \
+        >"$work/line.json" 2>"$work/error" &
     local job=$!
     sleep 8
     kill -0 $job 2>/dev/null || fail "$what: it ended before: $(cat "$work/error")"
