@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 cargo=${CARGO:-cargo}
 logs=$PWD/target/test-logs
-all_steps=(fmt clippy doc test kernels slow install bench)
+all_steps=(fmt clippy doc test kernels slow install bench hosts)
 
 title_of() {
     case $1 in
@@ -23,6 +23,7 @@ title_of() {
     slow) echo "slow tests, release build" ;;
     install) echo "make install, C and C++ consumers" ;;
     bench) echo "benchmark smoke run" ;;
+    hosts) echo "ranks on several hosts (namespaces)" ;;
     *) return 1 ;;
     esac
 }
@@ -101,6 +102,22 @@ step_bench() {
     local ep=${CARGO_TARGET_DIR:-target}/release/ep
     "$ep" help 2>&1 | grep -qw bench || skip "the ep command has no bench yet"
     "$ep" bench --quick
+}
+
+# Hosts are network namespaces: needs root or user namespaces, iproute2, and a libfabric.
+step_hosts() {
+    local tool newer status=0
+    for tool in ip tc nsenter unshare; do require "$tool"; done
+    "$cargo" build --release --locked --quiet -p ep-cli
+    local ep=${CARGO_TARGET_DIR:-target}/release/ep libraries=()
+    if "$ep" bench fabric --quick --json >/dev/null; then libraries+=(""); fi
+    newer=$(scripts/fabric.sh) && libraries+=("$newer")
+    [ ${#libraries[@]} -gt 0 ] || skip "there is no libfabric"
+    if [ "${CI:-}" = true ] && [ ${#libraries[@]} -lt 2 ]; then skip "two versions of libfabric are promised"; fi
+    tests/hosts/run.sh "$ep" "${libraries[@]}" || status=$?
+    [ $status != 77 ] || skip "neither user namespaces nor root: network namespaces cannot be made"
+    [ $status = 0 ] || return $status
+    note "$(cat target/hosts-test/note)"
 }
 
 # Whether a step has something to do in this tree; a step that has not is not promised.
