@@ -358,7 +358,8 @@ struct TokenSender {
 #if __CUDA_ARCH__ >= 900
         bulk_commit();
 #endif
-        if (__any_sync(0xffffffffu, messages[0] != nullptr || messages[1] != nullptr)) {
+        // A message of a call that failed was not written.
+        if (ok && __any_sync(0xffffffffu, messages[0] != nullptr || messages[1] != nullptr)) {
             announce(flight, messages);
         }
         return ok;
