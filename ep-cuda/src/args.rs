@@ -12,6 +12,8 @@ pub const MAX_WINDOWS: usize = 64;
 pub const MAX_TOPK: usize = 64;
 /// `EP_CUDA_MAX_CHUNKS`.
 pub const MAX_CHUNKS: usize = 64;
+/// `EP_CUDA_RING_HEADER_BYTES`.
+pub const RING_HEADER_BYTES: u64 = 8192;
 
 /// Bytes of `ep_cuda_lane_t`.
 pub const LANE_BYTES: usize = 384;
@@ -158,7 +160,7 @@ pub struct Plan {
     pub rank_pos: u64,
     /// `[max_tokens * topk]`, expert-major plans only.
     pub send_pos: u64,
-    /// `[MAX_CHUNKS][num_experts + num_ranks]`.
+    /// `[MAX_CHUNKS]` times what an update counts.
     pub chunk_counts: u64,
     /// `[num_ranks][1 + num_local]`.
     pub column: u64,

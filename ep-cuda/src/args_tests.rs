@@ -37,6 +37,7 @@ fn assertions() -> String {
     unit.equal("EP_CUDA_MAX_WINDOWS", MAX_WINDOWS);
     unit.equal("EP_CUDA_MAX_TOPK", MAX_TOPK);
     unit.equal("EP_CUDA_MAX_CHUNKS", MAX_CHUNKS);
+    unit.equal("EP_CUDA_RING_HEADER_BYTES", RING_HEADER_BYTES as usize);
     unit.equal("sizeof(ep_cuda_lane_t)", LANE_BYTES);
     unit.equal("sizeof(ep_cuda_plan_header_t)", PLAN_HEADER_BYTES);
     for (name, value) in [

@@ -21,9 +21,6 @@ use crate::module::{Element, Kernel, Sum};
 use crate::pinned::Pinned;
 use crate::pool::Buffer;
 
-/// `ep::kSlotsOffset` of `ring.cuh`: words and requests before the first message.
-const RING_HEADER_BYTES: u64 = 8192;
-
 /// In the first word of `host_counts`: the update failed.
 const FAILED: u64 = 1 << 63;
 
@@ -235,12 +232,6 @@ fn combine_kernel(shape: &PlanShape, call: &CombineCall) -> Kernel {
     Kernel::Combine(element, sum)
 }
 
-/// Rows and their weights reach peers the same way: both directly, or both through rings.
-fn one_way(call: &CombineCall, places: &[Place; 2]) -> [Place; 2] {
-    let hidden = places[0].window == 0 || (call.row_weights.is_some() && places[1].window == 0);
-    if hidden { [Place::default(); 2] } else { *places }
-}
-
 /// Words of `host_counts` before the arrays: the update, rows, tokens.
 const COUNTS: usize = 3;
 
@@ -286,10 +277,9 @@ impl DevicePlan for CudaPlan {
 
     unsafe fn combine(&self, call: &CombineCall, places: &[Place; 2], how: &How) -> Result<()> {
         self.check_combine(call)?;
-        let places = one_way(call, places);
         // SAFETY: by the caller's word.
         let start = unsafe { self.shared.start(self.shape.lane, how) }?;
-        let serves = self.serves(call, &places, start.group.ring_bytes)?;
+        let serves = self.serves(call, places, start.group.ring_bytes)?;
         let kernel = combine_kernel(&self.shape, call);
         let shape = launch::combine(start.num_sms, serves, self.most_shared(kernel)?);
         let args = args::CombineArgs {
@@ -297,7 +287,7 @@ impl DevicePlan for CudaPlan {
             plan: self.args,
             rows: Matrix::of(Some(&call.rows)),
             row_weights: Matrix::of(call.row_weights.as_ref()),
-            places,
+            places: *places,
             topk_weights: Matrix::of(call.topk_weights.as_ref()),
             bias: [Matrix::of(call.bias[0].as_ref()), Matrix::of(call.bias[1].as_ref())],
             combined: Matrix::of(Some(&call.combined)),
@@ -356,7 +346,7 @@ impl CudaPlan {
         }
         let weights = call.row_weights.as_ref().map_or(0, Tensor::row_bytes);
         let message = (call.rows.row_bytes().next_multiple_of(16) + weights).next_multiple_of(128);
-        if RING_HEADER_BYTES + message as u64 > ring_bytes {
+        if args::RING_HEADER_BYTES + message as u64 > ring_bytes {
             return Err(Error::new(
                 Status::Capacity,
                 format!(

@@ -3,9 +3,9 @@
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ep_core::Status;
 use ep_core::config::ErrorInfo;
-use ep_core::host::dtypes_differ;
-use ep_core::{Status, wire};
+use ep_core::host::{dtypes_differ, op_name};
 
 use crate::args::{Report, site};
 use crate::pinned::Pinned;
@@ -111,7 +111,7 @@ fn sentence(report: &Report, status: Status) -> String {
 fn difference(what: u32, own: u64, peer: u64) -> String {
     match what {
         site::FAILED => String::from("the call of one of them failed before it began"),
-        site::OP => format!("one is in {}, the other in {}", entry(own), entry(peer)),
+        site::OP => format!("one is in {}, the other in {}", op_name(own as u32), op_name(peer as u32)),
         site::PLAN_HASH => {
             String::from("their plans have different configs (topk, experts, layout or alignment)")
         }
@@ -131,16 +131,6 @@ fn name_of_row(i: usize) -> String {
     if i == 0 { String::from("payloads[0], or of a combine's rows") } else { format!("payloads[{i}]") }
 }
 
-/// The entry of a descriptor's operation.
-fn entry(op: u64) -> &'static str {
-    match u32::try_from(op) {
-        Ok(wire::OP_PLAN) => "ep_plan_update",
-        Ok(wire::OP_DISPATCH) => "ep_dispatch",
-        Ok(wire::OP_COMBINE) => "ep_combine",
-        _ => "an unknown call",
-    }
-}
-
 fn waited_for(what: u32) -> (&'static str, &'static str) {
     match what {
         site::PLAN_COUNTS => ("ep_plan_update", "the counts"),
@@ -156,6 +146,8 @@ fn waited_for(what: u32) -> (&'static str, &'static str) {
 
 #[cfg(test)]
 mod tests {
+    use ep_core::wire;
+
     use super::*;
 
     fn report(site: u32, status: Status) -> Report {

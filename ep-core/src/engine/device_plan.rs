@@ -117,8 +117,7 @@ impl DeviceCore {
         let tokens = Some(self.known_tokens()?);
         let windows = WindowTable::of(&self.group);
         let call = check::combine(&self.shape, inputs, outputs, options, tokens, &windows, deadline)?;
-        let weights = call.row_weights.as_ref().map_or(Place::default(), |weights| windows.place(weights));
-        let places = [windows.place(&call.rows), weights];
+        let places = call.places(&windows);
         let _in_progress = self.group.enter()?;
         let _lane = self.group.lanes[self.shape.lane].enter(self.shape.lane)?;
         // SAFETY: by the caller's word.

@@ -3,8 +3,10 @@
 use std::time::Instant;
 
 use crate::config::{MAX_PAYLOADS, ReduceOrder};
+use crate::engine::WindowTable;
 use crate::plan::Routing;
 use crate::tensor::Tensor;
+use crate::wire::Place;
 
 /// `ep_plan_update`.
 #[derive(Clone, Copy)]
@@ -87,4 +89,15 @@ pub struct CombineCall {
     pub wire_bf16: bool,
     /// When to give up.
     pub deadline: Instant,
+}
+
+impl CombineCall {
+    /// Where peers find rows and row weights. Both come one way, so that a holder's ring is either used for a token
+    /// or not: if one is not in a window, neither has a place.
+    pub(crate) fn places(&self, windows: &WindowTable) -> [Place; 2] {
+        let weights = self.row_weights.as_ref().map(|weights| windows.place(weights));
+        let rows = windows.place(&self.rows);
+        let hidden = rows.window == 0 || weights.is_some_and(|weights| weights.window == 0);
+        if hidden { [Place::default(); 2] } else { [rows, weights.unwrap_or_default()] }
+    }
 }

@@ -196,18 +196,12 @@ fn describe(shape: &PlanShape, updated: &Updated, call: &CombineCall, windows: &
         ..DescBody::default()
     };
     body.row_bytes[0] = call.rows.row_bytes() as u32;
-    body.places[0] = windows.place(&call.rows);
+    body.places[..2].copy_from_slice(&call.places(windows));
     if call.wire_bf16 {
         body.flags |= FLAG_WIRE_BF16;
     }
-    if let Some(weights) = &call.row_weights {
+    if call.row_weights.is_some() {
         body.flags |= FLAG_ROW_WEIGHTS;
-        body.places[1] = windows.place(weights);
-    }
-    // Both come one way, so that a holder's ring is either used for a token or not.
-    if body.places[0].window == 0 || (call.row_weights.is_some() && body.places[1].window == 0) {
-        body.places[0].window = 0;
-        body.places[1].window = 0;
     }
     body
 }
@@ -217,11 +211,8 @@ fn discard_rest(exchange: &Exchange<'_>, rings: &mut [crate::engine::RingPositio
     if !exchange.mismatched() {
         return;
     }
+    exchange.discard_rings(rings);
     for (channel, ring) in rings.iter_mut().enumerate() {
-        let mut reader = exchange.ring_reader(channel, ring.taken);
-        reader.discard();
-        reader.publish(true);
-        ring.taken = reader.position();
         ring.served = exchange.requests_in(channel).discard();
     }
 }

@@ -8,7 +8,7 @@ use crate::wire::{
 };
 
 /// The entry of a descriptor's operation.
-pub(super) fn op_name(op: u32) -> &'static str {
+pub fn op_name(op: u32) -> &'static str {
     match op {
         OP_PLAN => "ep_plan_update",
         OP_DISPATCH => "ep_dispatch",

@@ -106,7 +106,7 @@ pub(crate) fn dispatch(
             })?;
         }
     }
-    receiver.discard_rest(&exchange, rings);
+    exchange.discard_rings(rings);
     exchange.verdict()?;
     receiver.write_counts();
     forwarder.count_stats();

@@ -15,7 +15,7 @@ use super::request::RequestRing;
 use super::ring::{RingReader, RingWriter};
 use super::wait::{Doorbell, Waiter, Woken};
 use crate::config::PeerStats;
-use crate::engine::{Group, LaneState};
+use crate::engine::{Group, LaneState, RingPositions};
 use crate::error::{Error, Result, Status};
 use crate::mem::Words;
 use crate::perturb::Stop;
@@ -290,6 +290,19 @@ impl<'a> Exchange<'a> {
         let head = theirs.u64(layout.line(self.lane, there) + line::RING_HEAD);
         let tail = own.u64(layout.line(self.lane, channel) + line::RING_TAIL);
         RingWriter::new(data, layout.ring_bytes(), head, tail, sent)
+    }
+
+    /// After a call that failed on all ranks: what the peers had put into their rings is void.
+    pub(super) fn discard_rings(&self, rings: &mut [RingPositions]) {
+        if !self.mismatched() {
+            return;
+        }
+        for (channel, ring) in rings.iter_mut().enumerate() {
+            let mut reader = self.ring_reader(channel, ring.taken);
+            reader.discard();
+            reader.publish(true);
+            ring.taken = reader.position();
+        }
     }
 
     /// The staging ring through `channel` to this rank, at position `taken`.

@@ -38,7 +38,7 @@ pub(crate) use between::BetweenState;
 pub use call::{CombineCall, DispatchCall, UpdateCall};
 pub(crate) use combine::combine;
 pub use copy::copy_bytes;
-pub use difference::dtypes_differ;
+pub use difference::{dtypes_differ, op_name};
 pub(crate) use dispatch::dispatch;
 pub use reduce::{Close, Reduction, Term, Values, reduce};
 pub use ring::{RingReader, RingWriter};

@@ -299,19 +299,6 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// After a call that failed on all ranks: what the sources had put into their rings is void.
-    pub(super) fn discard_rest(&self, exchange: &Exchange<'_>, rings: &mut [RingPositions]) {
-        if !exchange.mismatched() {
-            return;
-        }
-        for (channel, ring) in rings.iter_mut().enumerate() {
-            let mut reader = exchange.ring_reader(channel, ring.taken);
-            reader.discard();
-            reader.publish(true);
-            ring.taken = reader.position();
-        }
-    }
-
     /// The numbers of a call that succeeded.
     pub(super) fn write_counts(&self) {
         let (shape, call, state) = (self.dispatch.shape, self.dispatch.call, self.dispatch.state);

@@ -14,6 +14,7 @@ enum {
     EP_CUDA_MAX_WINDOWS = 64,
     EP_CUDA_MAX_TOPK = 64,
     EP_CUDA_MAX_CHUNKS = 64, /* pieces in which a plan update counts its tokens */
+    EP_CUDA_RING_HEADER_BYTES = 8192, /* words and requests of a ring before its first message */
     EP_CUDA_NO_ROW = -1      /* in slot_pos and rank_pos, as 32 bits */
 };
 

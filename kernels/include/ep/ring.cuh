@@ -18,6 +18,7 @@ constexpr uint32_t kTakenOffset = kMaxSlots * 8;
 constexpr uint32_t kRequestsOffset = kTakenOffset + kMaxSlots * 8;
 constexpr uint32_t kMaxRequests = 256;
 constexpr uint32_t kSlotsOffset = kRequestsOffset + kMaxRequests * 16;
+static_assert(kSlotsOffset == EP_CUDA_RING_HEADER_BYTES, "the host reckons with it");
 
 __host__ __device__ constexpr uint32_t round_up(uint32_t value, uint32_t to)
 {
